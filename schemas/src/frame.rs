@@ -1,0 +1,236 @@
+//! The frames of the transfer protocol between a client and a node's data plane (see ARCHITECTURE.md,
+//! Transfer protocol). Types and limits only: sockets and descriptor passing live in the transfer crate.
+//!
+//! A frame is `u32 header length, little endian | header (MessagePack map) | payload`. The header says how many
+//! payload bytes follow and how many descriptors came with the frame (Unix sockets only). One request is
+//! answered by one response, except `ReadRanges` and `MapSegments`, whose responses are a sequence that ends with
+//! a frame that says so. A connection acts for one instance: the one its token names.
+
+use serde::{Deserialize, Serialize};
+
+use crate::digest::Digest;
+use crate::error::BallastError;
+use crate::inventory::Bitmap;
+use crate::command::Receipt;
+use crate::position::{InstanceId, LogPosition, NodeId};
+
+/// The protocol that this build speaks; `Hello` carries it and a node refuses another.
+pub const PROTOCOL_VERSION: u32 = 1;
+/// Bytes of one frame header.
+pub const HEADER_BYTES_MAX: u32 = 4 * 1024 * 1024;
+/// Payload bytes of one `Write` request and of one `Data` response.
+pub const DATA_BYTES_MAX: u64 = 8 * 1024 * 1024;
+/// Payload bytes of one `Seal` request: manifest, affinity index and checksums together.
+pub const SEAL_BYTES_MAX: u64 = 512 * 1024 * 1024;
+/// Ranges in one `ReadRanges` or `WriteFd` request.
+pub const RANGES_MAX: usize = 65_536;
+/// Descriptors in one `Segments` response.
+pub const DESCRIPTORS_MAX: usize = 64;
+
+/// What stands before the payload of a request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RequestHeader {
+    /// Payload bytes that follow the header.
+    #[serde(default)]
+    pub payload_bytes: u64,
+    /// Descriptors that came with the frame.
+    #[serde(default)]
+    pub descriptors: u32,
+    /// What is asked.
+    pub body: Request,
+}
+
+/// What stands before the payload of a response.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResponseHeader {
+    /// Payload bytes that follow the header.
+    #[serde(default)]
+    pub payload_bytes: u64,
+    /// Descriptors that came with the frame.
+    #[serde(default)]
+    pub descriptors: u32,
+    /// The answer.
+    pub body: Response,
+}
+
+/// What a client asks of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub enum Request {
+    /// First request of a connection, and again to go on under a newer token for the same instance.
+    Hello {
+        /// The caller's [`PROTOCOL_VERSION`].
+        protocol: u32,
+        /// The signed token that the gateway issued.
+        token: String,
+    },
+    /// Reserves memory for the instance. Payload: each unit's size in bytes as a little-endian u64.
+    Allocate {
+        /// How many units.
+        unit_count: u32,
+        /// Digest of the layout that the caller computed from the same sizes.
+        layout_digest: Digest,
+    },
+    /// Writes the payload into a unit of an instance that is not sealed.
+    Write {
+        /// The unit.
+        unit: u32,
+        /// First byte inside the unit.
+        offset: u64,
+    },
+    /// Writes ranges of a regular file or memfd whose one descriptor comes with the frame (Unix socket).
+    WriteFd {
+        /// What goes where.
+        ranges: Vec<SourceRange>,
+    },
+    /// Ends the import. Payload: manifest, affinity index, then each unit's CRC-64/NVME as a little-endian u64.
+    Seal {
+        /// Length of the manifest at the start of the payload, in bytes.
+        manifest_bytes: u64,
+        /// Length of the affinity index after it, in bytes.
+        affinity_bytes: u64,
+    },
+    /// Asks what the node holds.
+    Describe,
+    /// Asks for the manifest's bytes.
+    ReadManifest,
+    /// Asks for the affinity index's bytes.
+    ReadAffinity,
+    /// Reads ranges, in the order given; bytes come from memory where the unit is hot and from disk otherwise.
+    ReadRanges {
+        /// What to read.
+        ranges: Vec<ReadRange>,
+    },
+    /// Asks for read-only descriptors of segments (Unix socket). A memory segment's descriptor carries the map
+    /// guard: while it or a mapping of it lives, the node frees none of that segment's units.
+    MapSegments {
+        /// Whether to hand out memory segments that hold a hot unit.
+        memory: bool,
+        /// Whether to hand out cold segments that hold a cold unit.
+        cold: bool,
+    },
+}
+
+/// Bytes of a source file that go into a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceRange {
+    /// First byte in the source file.
+    pub source_offset: u64,
+    /// The unit.
+    pub unit: u32,
+    /// First byte inside the unit.
+    pub unit_offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+/// Bytes of a unit to read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadRange {
+    /// The unit.
+    pub unit: u32,
+    /// First byte inside the unit.
+    pub offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+/// What a node answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub enum Response {
+    /// To `Hello`.
+    Hello(HelloReply),
+    /// To `Allocate`.
+    Allocated {
+        /// Bytes of memory that the instance now has reserved, units rounded up to 4 KiB.
+        reserved_bytes: u64,
+    },
+    /// To `Write` and `WriteFd`.
+    Written {
+        /// Bytes written.
+        bytes: u64,
+    },
+    /// To `Seal`.
+    Sealed(Receipt),
+    /// To `Describe`.
+    Described(Description),
+    /// To `ReadManifest` and `ReadAffinity`; the payload is the document.
+    Document {
+        /// SHA-256 of the payload.
+        sha256: Digest,
+    },
+    /// To `ReadRanges`: the payload continues the concatenation of all ranges.
+    Data,
+    /// To `ReadRanges`, last: everything asked for has been sent and, where whole units came from disk, verified.
+    End {
+        /// Bytes sent in all.
+        bytes: u64,
+    },
+    /// To `MapSegments`: one descriptor for each grant, in order.
+    Segments {
+        /// What the descriptors are.
+        grants: Vec<SegmentGrant>,
+        /// The holdings at the moment the guards were taken, in the last frame of the sequence only.
+        holdings: Option<Description>,
+    },
+    /// The request failed; nothing after the bytes already answered for was done.
+    Error(BallastError),
+}
+
+/// Who answers a `Hello`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HelloReply {
+    /// The node's [`PROTOCOL_VERSION`].
+    pub protocol: u32,
+    /// The node.
+    pub node: NodeId,
+    /// Its run; another one after each restart.
+    pub incarnation: String,
+    /// The instance that the token names.
+    pub instance: InstanceId,
+}
+
+/// What a node holds of an instance, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// Whether the import is over.
+    pub sealed: bool,
+    /// Digest of the layout.
+    pub layout_digest: Digest,
+    /// Units of the layout.
+    pub unit_count: u32,
+    /// SHA-256 of the manifest; `None` before the seal.
+    pub manifest_sha256: Option<Digest>,
+    /// Highest fence that the node has accepted for the instance.
+    pub fence: LogPosition,
+    /// Units with a readable copy in memory.
+    pub hot: Bitmap,
+    /// Units with a readable copy on disk.
+    pub cold: Bitmap,
+}
+
+/// Which tier a descriptor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Tier {
+    /// The memory tier.
+    Memory,
+    /// The cold tier.
+    Cold,
+}
+
+/// One descriptor of a `Segments` response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SegmentGrant {
+    /// The segment's number in the layout.
+    pub segment: u32,
+    /// Its tier.
+    pub tier: Tier,
+    /// The segment's length in bytes.
+    pub bytes: u64,
+}
