@@ -1,0 +1,484 @@
+//! Request and reply bodies of the gateway's verbs (JSON on `ballast.v1.<tenant>.<verb>`). Unknown fields are refused.
+//!
+//! Every request may carry `min_log_seq` (read your own writes through any gateway), `consistency` and, for
+//! mutations, `request_id` (idempotency key). Every reply carries `log_seq` and one of the bodies below, or `error`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::command::{default_import_ttl_ms, default_lease_ttl_ms};
+use crate::digest::Digest;
+use crate::error::BallastError;
+use crate::identity::{Component, RevisionIdentity};
+use crate::limits::{LIST_LIMIT_DEFAULT, REQUEST_BYTES_MAX};
+use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
+use crate::node::{NodeEndpoint, NodeStatus};
+use crate::policy::{HotRatio, WeightStoragePolicy};
+use crate::position::{LeaseId, OperationId, SessionId};
+use crate::state::{Residency, UpsertMode};
+
+/// Every verb, as it stands in the subject.
+pub const VERBS: &[&str] = &[
+    "begin_import",
+    "renew_import",
+    "commit_import",
+    "abort_import",
+    "acquire_lease",
+    "renew_lease",
+    "release_lease",
+    "is_exist",
+    "get_metadata",
+    "get_size",
+    "list",
+    "update_policy",
+    "upsert",
+    "abort_upsert",
+    "get_upsert",
+    "migrate",
+    "get_operation",
+    "list_operations",
+    "cancel_operation",
+    "pause_operation",
+    "resume_operation",
+    "retry_operation",
+    "remove",
+    "purge",
+    "status",
+];
+
+/// How fresh a query's answer must be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Consistency {
+    /// Whatever this gateway has folded (and at least `min_log_seq`).
+    #[default]
+    Local,
+    /// Everything that was durable when the query arrived.
+    Linearizable,
+}
+
+/// What every request may carry beside its own fields.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RequestOptions {
+    /// Idempotency key of a mutation; a random one otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
+    /// Answer only after having folded this sequence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min_log_seq: Option<u64>,
+    /// For queries.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub consistency: Consistency,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+/// A request: its own fields and, under `options`, what every request may carry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Request<B> {
+    /// The verb's own fields.
+    #[serde(flatten)]
+    pub body: B,
+    /// What every request may carry.
+    #[serde(skip_serializing_if = "is_default")]
+    pub options: RequestOptions,
+}
+
+impl<B: serde::de::DeserializeOwned> Request<B> {
+    /// Reads a request body strictly. An empty body is an empty object.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` when it is too large, not a JSON object, or has a wrong or unknown field.
+    pub fn from_json(bytes: &[u8]) -> Result<Self, BallastError> {
+        if bytes.len() > REQUEST_BYTES_MAX {
+            let message = format!("the request has {} bytes; at most {REQUEST_BYTES_MAX} are allowed", bytes.len());
+            return Err(BallastError::invalid(message));
+        }
+        let wrong = |error: serde_json::Error| BallastError::invalid(format!("the request body is wrong: {error}"));
+        let text: &[u8] = if bytes.is_empty() { b"{}" } else { bytes };
+        // Flattening would let unknown fields pass, so `options` is taken out by hand and both parts are read strictly.
+        let mut fields: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(text).map_err(wrong)?;
+        let options = match fields.remove("options") {
+            Some(options) => serde_json::from_value(options).map_err(wrong)?,
+            None => RequestOptions::default(),
+        };
+        let body = serde_json::from_value(serde_json::Value::Object(fields)).map_err(wrong)?;
+        Ok(Self { body, options })
+    }
+}
+
+macro_rules! body {
+    ($(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct $name { $($(#[$fdoc])* pub $field: $type,)* }
+    };
+}
+
+body! {
+    /// `begin_import`: opens a session (or finds it again).
+    BeginImportRequest {
+        /// What is imported.
+        identity: RevisionIdentity,
+        /// Chosen by the importer.
+        session_id: SessionId,
+        /// The session ends after this long without a renewal.
+        #[serde(default = "default_import_ttl_ms")]
+        ttl_ms: u64,
+        /// `null`: the cluster's default.
+        #[serde(default)]
+        policy: Option<WeightStoragePolicy>,
+        /// Digest of the geometry.
+        placement_digest: Digest,
+        /// Logical payload bytes.
+        logical_bytes: u64,
+        /// Bytes that the node must reserve: every unit's extent at its place in the layout.
+        reserved_bytes: u64,
+        /// Units.
+        unit_count: u32,
+    }
+}
+
+body! {
+    /// Reply to `begin_import`.
+    BeginImportReply {
+        /// The session.
+        session: ImportSession,
+        /// Where the bytes go, one per node of the placement.
+        endpoints: Vec<NodeEndpoint>,
+        /// Opens those nodes' doors.
+        token: String,
+    }
+}
+
+body! {
+    /// `renew_import` and `abort_import`.
+    SessionRequest {
+        /// What is imported.
+        identity: RevisionIdentity,
+        /// The session.
+        session_id: SessionId,
+    }
+}
+
+body! {
+    /// Reply to `renew_import`.
+    SessionReply {
+        /// The session.
+        session: ImportSession,
+    }
+}
+
+body! {
+    /// `commit_import`: the gateway asks every node of the placement for its receipt and publishes READY + HOT.
+    CommitImportRequest {
+        /// What was imported.
+        identity: RevisionIdentity,
+        /// The session.
+        session_id: SessionId,
+        /// SHA-256 of the manifest the importer sealed with.
+        manifest_sha256: Digest,
+    }
+}
+
+body! {
+    /// Reply with a revision's record.
+    RevisionReply {
+        /// The record.
+        revision: WeightRevisionMetadata,
+    }
+}
+
+body! {
+    /// `acquire_lease`.
+    AcquireLeaseRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// Chosen by the holder; a repeat returns the same lease.
+        lease_id: LeaseId,
+        /// Who reads, for people.
+        #[serde(default)]
+        holder: String,
+        /// The lease ends after this long without a renewal.
+        #[serde(default = "default_lease_ttl_ms")]
+        ttl_ms: u64,
+    }
+}
+
+body! {
+    /// Reply to `acquire_lease`.
+    AcquireLeaseReply {
+        /// The lease.
+        lease: LeaseGrant,
+        /// The record it was granted on.
+        revision: WeightRevisionMetadata,
+        /// Nodes that hold some of it.
+        endpoints: Vec<NodeEndpoint>,
+        /// Opens those nodes' doors.
+        token: String,
+    }
+}
+
+body! {
+    /// `renew_lease`.
+    RenewLeaseRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// Which.
+        lease_id: LeaseId,
+        /// From now.
+        #[serde(default = "default_lease_ttl_ms")]
+        ttl_ms: u64,
+    }
+}
+
+body! {
+    /// Reply to `renew_lease`.
+    LeaseReply {
+        /// The lease.
+        lease: LeaseGrant,
+    }
+}
+
+body! {
+    /// `release_lease`.
+    ReleaseLeaseRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// Which.
+        lease_id: LeaseId,
+    }
+}
+
+body! {
+    /// Reply to `release_lease`.
+    ReleaseLeaseReply {
+        /// The lease had expired before the release: what was read in between does not count.
+        lapsed: bool,
+    }
+}
+
+body! {
+    /// `is_exist`, `get_metadata`, `get_size`, `purge`.
+    IdentityRequest {
+        /// Which.
+        identity: RevisionIdentity,
+    }
+}
+
+body! {
+    /// Reply to `is_exist`.
+    IsExistReply {
+        /// READY and readable.
+        exists: bool,
+    }
+}
+
+body! {
+    /// Reply to `get_size`.
+    GetSizeReply {
+        /// Logical payload bytes validated at commit time.
+        logical_bytes: u64,
+    }
+}
+
+body! {
+    /// `list`: every field that is given must match.
+    ListRequest {
+        /// Only this namespace.
+        #[serde(default)]
+        namespace: Option<Component>,
+        /// Only this resource.
+        #[serde(default)]
+        resource_id: Option<Component>,
+        /// Only resources that begin with this.
+        #[serde(default)]
+        resource_prefix: Option<String>,
+        /// Only this revision.
+        #[serde(default)]
+        revision: Option<Component>,
+        /// Also tombstones and imports in progress.
+        #[serde(default)]
+        all: bool,
+        /// `next_page_token` of the page before.
+        #[serde(default)]
+        page_token: String,
+        /// 1 to 1000.
+        #[serde(default = "default_list_limit")]
+        limit: u32,
+    }
+}
+
+fn default_list_limit() -> u32 {
+    LIST_LIMIT_DEFAULT
+}
+
+body! {
+    /// `update_policy`.
+    UpdatePolicyRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// To what.
+        policy: WeightStoragePolicy,
+        /// Fence.
+        expected_metadata_generation: u64,
+    }
+}
+
+body! {
+    /// `upsert`: claims the lineage for a successor, which is then imported like any revision.
+    UpsertRequest {
+        /// What is replaced.
+        base: RevisionIdentity,
+        /// By what.
+        target: RevisionIdentity,
+        /// PUT_FIRST or DELETE_FIRST.
+        #[serde(default = "default_upsert_mode")]
+        mode: UpsertMode,
+        /// Fence on the base.
+        expected_metadata_generation: u64,
+        /// `null`: derived from the arguments.
+        #[serde(default)]
+        replacement_request_id: Option<String>,
+        /// The target's policy; `null`: the base's.
+        #[serde(default)]
+        policy: Option<WeightStoragePolicy>,
+    }
+}
+
+fn default_upsert_mode() -> UpsertMode {
+    UpsertMode::PutFirst
+}
+
+body! {
+    /// `abort_upsert` and `get_upsert`: by any identity of the lineage.
+    UpsertIdRequest {
+        /// Any generation of the lineage.
+        identity: RevisionIdentity,
+        /// Which claim; `null` for `get_upsert`: the latest.
+        #[serde(default)]
+        replacement_request_id: Option<String>,
+    }
+}
+
+body! {
+    /// Reply to `upsert`, `abort_upsert` and `get_upsert`.
+    ClaimReply {
+        /// The claim.
+        claim: ReplacementClaim,
+    }
+}
+
+body! {
+    /// `migrate`.
+    MigrateRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// HOT, COLD or MIXED.
+        target: Residency,
+        /// MIXED only; `null`: the policy's.
+        #[serde(default)]
+        mixed_hot_ratio: Option<HotRatio>,
+        /// Fence.
+        expected_metadata_generation: u64,
+    }
+}
+
+body! {
+    /// `get_operation`, `cancel_operation`, `pause_operation`, `resume_operation`, `retry_operation`.
+    OperationRequest {
+        /// Which.
+        operation_id: OperationId,
+    }
+}
+
+body! {
+    /// Reply with an operation.
+    OperationReply {
+        /// The operation.
+        operation: WeightOperation,
+    }
+}
+
+body! {
+    /// `list_operations`.
+    ListOperationsRequest {
+        /// Also those that have ended.
+        #[serde(default)]
+        all: bool,
+        /// 1 to 1000, newest first.
+        #[serde(default = "default_list_limit")]
+        limit: u32,
+    }
+}
+
+body! {
+    /// Reply to `list_operations`.
+    OperationsReply {
+        /// Newest first.
+        operations: Vec<WeightOperation>,
+    }
+}
+
+body! {
+    /// `remove`.
+    RemoveRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// Fence.
+        expected_metadata_generation: u64,
+    }
+}
+
+body! {
+    /// `status`: nothing to say.
+    StatusRequest {}
+}
+
+body! {
+    /// Reply to `status`.
+    StatusReply {
+        /// The cluster.
+        cluster_id: String,
+        /// Its incarnation.
+        incarnation: u64,
+        /// The answering replica.
+        replica_id: String,
+        /// How far it has folded.
+        folded_seq: u64,
+        /// Revisions by availability.
+        revisions: std::collections::BTreeMap<String, u64>,
+        /// Operations that have not ended.
+        active_operations: u64,
+        /// Leases that have not ended.
+        active_leases: u64,
+        /// Nodes heard of.
+        nodes: Vec<NodeStatus>,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_with_a_wrong_or_unknown_field_is_refused_by_name() {
+        let read = |text: &str| Request::<OperationRequest>::from_json(text.as_bytes());
+        assert!(read(r#"{"operation_id":"op-1.0","options":{"min_log_seq":3}}"#).is_ok());
+        for (text, word) in [
+            (r#"{"operation_id":"op-1.0","color":1}"#, "color"),
+            (r#"{"operation_id":"op-1.0","options":{"color":1}}"#, "color"),
+            (r#"{"operation_id":""}"#, "OperationId"),
+            ("{}", "operation_id"),
+            ("[]", "map"),
+            ("not json", "expected"),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.message.contains(word), "{text}: {error}");
+        }
+        assert!(read(&" ".repeat(2 << 20)).unwrap_err().message.contains("2097152"));
+    }
+}

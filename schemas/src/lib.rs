@@ -1,0 +1,45 @@
+//! What Ballast's parts say to each other: identities, policies, states, commands, outcomes, events,
+//! subjects, node requests, transfer frames and the manifest. Strict validation, no I/O, no clock.
+//!
+//! A value that exists has been validated: constructors and deserialisers refuse what no state could accept.
+
+mod affinity;
+mod api;
+mod command;
+mod digest;
+mod envelope;
+mod error;
+mod event;
+pub mod frame;
+mod identity;
+mod inventory;
+mod limits;
+pub mod manifest;
+mod metadata;
+mod node;
+mod outcome;
+mod policy;
+mod position;
+mod state;
+pub mod subject;
+mod time;
+
+pub use affinity::{AffinityIndex, AffinityUnit, affinity_digest, affinity_id};
+pub use api::*;
+pub use command::*;
+pub use digest::{Digest, hash_list, hash_prefixed};
+pub use envelope::{Envelope, EnvelopeError};
+pub use error::{BallastError, ErrorCode};
+pub use event::{Event, EventBody};
+pub use identity::{
+    Component, GroupId, IdentityError, LineageKey, RevisionIdentity, TenantId, default_upsert_request_id,
+};
+pub use inventory::{Bitmap, GroupInventory, NodeInventory, UnitRange, total_units};
+pub use limits::*;
+pub use metadata::*;
+pub use node::*;
+pub use outcome::{Outcome, Rejection, Reply};
+pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
+pub use position::{ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId};
+pub use state::*;
+pub use time::LogTime;

@@ -1,0 +1,1 @@
+//! The stored weight manifest: tensors, fragments, aliases, extra files and payload ranges.
