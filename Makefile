@@ -1,0 +1,56 @@
+# The contract between people, CI and machines. `make` alone lists the targets.
+# Everything that is fetched or built lands in .cache/ and target/, which git ignores.
+
+PYTHON := .cache/venv/bin/python
+ABSENT = @printf '%s\n' "make $@: absent: $(1)" >&2; exit 1
+
+.PHONY: help setup build demo test test-large verify fix bench sim crash-sweep cluster-test rdma-test fuzz soak
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+
+setup: ## what demo and test need beside Rust (they call it themselves)
+	@ops/setup
+
+build: ## the ballast binary, optimised: target/release/ballast
+	@ops/setup packages
+	cargo build --release --locked -p ballast
+
+demo: ## the main job on a real model, with separate processes and kill -9 (MODEL=path for your own)
+	@ops/setup
+	cargo build --release --locked -p ballast
+	$(PYTHON) ops/demo.py $(if $(MODEL),--model "$(MODEL)")
+
+test: ## everything: the crates' own tests, then the whole system through NATS and the command line
+	@ops/test
+
+test-large: ## as test, and the models that need gigabytes of memory and disk
+	@BALLAST_TEST_LARGE=1 ops/test
+
+verify: ## format, lints, licences and sources of the dependencies: only reads
+	@ops/verify
+
+fix: ## formats, and applies what clippy can mend by itself
+	cargo fmt --all
+	cargo clippy --workspace --all-targets --fix --allow-dirty --allow-staged
+
+bench: ## (absent yet) figures beside the peer or the limit they are measured against
+	$(call ABSENT,the benchmarks are not built yet. make demo shows the time of each step on a real model)
+
+sim: ## (absent yet) seeded simulation of the log, the machines and the nodes
+	$(call ABSENT,the seeded simulation of whole clusters is not built yet. The fold's own property tests run in make test)
+
+crash-sweep: ## (absent yet) kill -9 before and after every step of every machine
+	$(call ABSENT,the sweep over every step is not built yet. tests/e2e/test_kill.py kills each process during each verb in make test)
+
+cluster-test: ## (absent yet) three NATS servers with one killed, paused or cut off
+	$(call ABSENT,the tests on a three-server cluster are not built yet. make test restarts a single server)
+
+rdma-test: ## (absent yet) the RDMA transport on real verbs
+	$(call ABSENT,the RDMA transport is not built yet. The transports are shared memory and TCP)
+
+fuzz: ## (absent yet) every decoder against arbitrary bytes
+	$(call ABSENT,the fuzzers are not built yet. The decoders' own tests run in make test)
+
+soak: ## (absent yet) hours of mixed work with restarts
+	$(call ABSENT,the long run is not built yet)
