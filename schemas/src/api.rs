@@ -97,14 +97,23 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
             return Err(BallastError::invalid(message));
         }
         let wrong = |error: serde_json::Error| BallastError::invalid(format!("the request body is wrong: {error}"));
+        let named = |within: &str, error: serde_path_to_error::Error<serde_json::Error>| {
+            let path = error.path().to_string();
+            match (within, path.as_str()) {
+                ("", ".") => wrong(error.into_inner()),
+                ("", path) => BallastError::invalid(format!("the request body is wrong at `{path}`: {}", error.inner())),
+                (within, ".") => BallastError::invalid(format!("the request body is wrong at `{within}`: {}", error.inner())),
+                (within, path) => BallastError::invalid(format!("the request body is wrong at `{within}.{path}`: {}", error.inner())),
+            }
+        };
         let text: &[u8] = if bytes.is_empty() { b"{}" } else { bytes };
         // Flattening would let unknown fields pass, so `options` is taken out by hand and both parts are read strictly.
         let mut fields: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(text).map_err(wrong)?;
         let options = match fields.remove("options") {
-            Some(options) => serde_json::from_value(options).map_err(wrong)?,
+            Some(options) => serde_path_to_error::deserialize(options).map_err(|error| named("options", error))?,
             None => RequestOptions::default(),
         };
-        let body = serde_json::from_value(serde_json::Value::Object(fields)).map_err(wrong)?;
+        let body = serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
         Ok(Self { body, options })
     }
 }
@@ -472,6 +481,8 @@ mod tests {
             (r#"{"operation_id":"op-1.0","color":1}"#, "color"),
             (r#"{"operation_id":"op-1.0","options":{"color":1}}"#, "color"),
             (r#"{"operation_id":""}"#, "OperationId"),
+            (r#"{"operation_id":7}"#, "`operation_id`"),
+            (r#"{"operation_id":"op-1.0","options":{"min_log_seq":"x"}}"#, "`options.min_log_seq`"),
             ("{}", "operation_id"),
             ("[]", "map"),
             ("not json", "expected"),
