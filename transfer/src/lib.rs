@@ -1,1 +1,26 @@
-//! placeholder
+//! The data plane, both ends: group layout, memory tier, cold tier, node store, data-plane server and the client's
+//! end of it, over shared memory and TCP (see ARCHITECTURE.md, The data plane). No management state lives here.
+
+mod budget;
+mod checksum;
+mod cold_engine;
+mod cold_tier;
+mod error;
+mod folder;
+mod guard;
+mod layout;
+mod memory_tier;
+mod record;
+mod segment;
+mod tmpfs;
+
+pub use budget::{Budget, CapacityExhausted, Charge, Usage};
+pub use checksum::{RunningChecksum, checksum};
+pub use cold_engine::EngineChoice;
+pub use cold_tier::{ColdOptions, ColdReport, ColdTierError, Progress};
+pub use error::{Mismatch, StoreError};
+pub use memory_tier::{HugePages, MemoryOptions, MemoryReport, MemoryTierError};
+pub use folder::{FolderError, FolderIdentity, PathError, Space};
+pub use guard::{FenceRefused, FenceStep, NoWitness, UnitStates, check_fence};
+pub use layout::{Extent, GroupLayout, LayoutError, Run, SEGMENT_BYTES_MAX, UNIT_ALIGN_BYTES};
+pub use record::RecordError;
