@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use async_nats::{Client, StatusCode, Subscriber};
 use ballast_schemas::{
-    AffinityIndex, BallastError, ErrorCode, InstanceId, NodeId, NodeInventory, NodeReply, NodeRequest, Receipt, SessionId, subject,
+    AffinityIndex, BallastError, ErrorCode, InstanceId, NodeId, NodeInventory, NodeReply, NodeRequest, Receipt,
+    SessionId, subject,
 };
 use bytes::Bytes;
 use futures::StreamExt;
@@ -56,7 +57,9 @@ impl From<NodeCallError> for BallastError {
     /// The node's own error with its name in front; everything else is UNAVAILABLE.
     fn from(error: NodeCallError) -> BallastError {
         match error {
-            NodeCallError::Failed { node, error } => BallastError { message: format!("node {node}: {}", error.message), ..error },
+            NodeCallError::Failed { node, error } => {
+                BallastError { message: format!("node {node}: {}", error.message), ..error }
+            }
             other => BallastError::new(ErrorCode::Unavailable, other.to_string()),
         }
     }
@@ -85,7 +88,12 @@ impl NodeClient {
     ///
     /// # Errors
     /// Also when the node's end is [`NodeReply::Failed`].
-    pub async fn call(&self, node: &NodeId, request: &NodeRequest, mut on_progress: impl FnMut(NodeProgress)) -> Result<NodeReply, NodeCallError> {
+    pub async fn call(
+        &self,
+        node: &NodeId,
+        request: &NodeRequest,
+        mut on_progress: impl FnMut(NodeProgress),
+    ) -> Result<NodeReply, NodeCallError> {
         let not_sent = |reason: String| NodeCallError::NotSent { node: node.clone(), reason };
         let body = rmp_serde::to_vec_named(request).map_err(|error| not_sent(error.to_string()))?;
         let inbox = self.client.new_inbox();
@@ -102,7 +110,12 @@ impl NodeClient {
         }
     }
 
-    async fn next_reply(&self, node: &NodeId, replies: &mut Subscriber, joiner: &mut Joiner) -> Result<NodeReply, NodeCallError> {
+    async fn next_reply(
+        &self,
+        node: &NodeId,
+        replies: &mut Subscriber,
+        joiner: &mut Joiner,
+    ) -> Result<NodeReply, NodeCallError> {
         loop {
             let silent = || NodeCallError::Silent { node: node.clone(), silence: self.silence_max };
             let next = tokio::time::timeout(self.silence_max, replies.next()).await.map_err(|_| silent())?;
@@ -119,7 +132,11 @@ impl NodeClient {
     }
 
     /// What `node` holds of `instance`; `None` when it holds nothing.
-    pub async fn inventory(&self, node: &NodeId, instance: &InstanceId) -> Result<Option<NodeInventory>, NodeCallError> {
+    pub async fn inventory(
+        &self,
+        node: &NodeId,
+        instance: &InstanceId,
+    ) -> Result<Option<NodeInventory>, NodeCallError> {
         let request = NodeRequest::Inventory { instance: instance.clone() };
         match self.call(node, &request, |_| {}).await? {
             NodeReply::Inventory(inventory) => Ok(Some(*inventory)),
@@ -129,13 +146,21 @@ impl NodeClient {
     }
 
     /// The receipt of the import that `session_id` sealed on `node`.
-    pub async fn receipt(&self, node: &NodeId, instance: &InstanceId, session_id: &SessionId) -> Result<Receipt, NodeCallError> {
+    pub async fn receipt(
+        &self,
+        node: &NodeId,
+        instance: &InstanceId,
+        session_id: &SessionId,
+    ) -> Result<Receipt, NodeCallError> {
         let request = NodeRequest::Receipt { instance: instance.clone(), session_id: session_id.clone() };
         match self.call(node, &request, |_| {}).await? {
             NodeReply::Receipt(receipt) => Ok(*receipt),
             NodeReply::Absent => Err(NodeCallError::Failed {
                 node: node.clone(),
-                error: BallastError::new(ErrorCode::NotReady, format!("nothing of instance {instance} is here: upload and seal it first")),
+                error: BallastError::new(
+                    ErrorCode::NotReady,
+                    format!("nothing of instance {instance} is here: upload and seal it first"),
+                ),
             }),
             other => Err(unexpected(node, "Receipt", &other)),
         }

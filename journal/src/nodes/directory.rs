@@ -104,7 +104,8 @@ impl Directory {
     pub fn group(&self, instance: &InstanceId) -> GroupInventory {
         let contents = self.table.contents();
         let inventories = contents.inventories.get(instance.group_id.hex());
-        let of_instance = inventories.into_iter().flat_map(BTreeMap::values).filter(|inventory| inventory.instance == *instance);
+        let of_instance =
+            inventories.into_iter().flat_map(BTreeMap::values).filter(|inventory| inventory.instance == *instance);
         let alive = of_instance.filter(|inventory| contents.nodes.get(&inventory.node).is_some_and(Heard::is_alive));
         GroupInventory { nodes: alive.map(|inventory| (inventory.node.clone(), inventory.clone())).collect() }
     }
@@ -195,7 +196,11 @@ impl Table {
         match update {
             InventoryUpdate::Present(inventory) => {
                 let group = inventory.instance.group_id.hex().to_owned();
-                contents.inventories.entry(group).or_default().insert(subject::token(inventory.node.as_str()), *inventory);
+                contents
+                    .inventories
+                    .entry(group)
+                    .or_default()
+                    .insert(subject::token(inventory.node.as_str()), *inventory);
             }
             InventoryUpdate::Withdrawn { node, group_hex } => {
                 if let Some(nodes) = contents.inventories.get_mut(&group_hex) {

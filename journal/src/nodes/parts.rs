@@ -95,11 +95,24 @@ mod tests {
 
     fn message(headers: HeaderMap, payload: Bytes) -> Message {
         let length = payload.len();
-        Message { subject: "s".into(), reply: None, payload, headers: Some(headers), status: None, description: None, length }
+        Message {
+            subject: "s".into(),
+            reply: None,
+            payload,
+            headers: Some(headers),
+            status: None,
+            description: None,
+            length,
+        }
     }
 
     fn index(units: u32) -> NodeReply {
-        let unit = |n: u32| AffinityUnit { affinity_id: Digest::of(&n.to_be_bytes()), extent_bytes: 4096, logical_bytes: 4000, crc64: u64::from(n) };
+        let unit = |n: u32| AffinityUnit {
+            affinity_id: Digest::of(&n.to_be_bytes()),
+            extent_bytes: 4096,
+            logical_bytes: 4000,
+            crc64: u64::from(n),
+        };
         NodeReply::AffinityIndex(Box::new(AffinityIndex { units: (0..units).map(unit).collect() }))
     }
 
@@ -122,7 +135,10 @@ mod tests {
     fn a_lost_part_and_a_wrong_header_are_noticed() {
         let mut parts = split(&index(20_000)).unwrap();
         let (headers, body) = parts.remove(1);
-        assert_eq!(Joiner::default().push(&message(headers, body)), Err(PartsError::OutOfOrder { expected: 1, found: 2 }));
+        assert_eq!(
+            Joiner::default().push(&message(headers, body)),
+            Err(PartsError::OutOfOrder { expected: 1, found: 2 })
+        );
         for wrong in ["", "1", "0/2", "3/2", "a/b", "1/513"] {
             assert!(place(wrong).is_err(), "{wrong}");
         }
