@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::publish::{PublishFailure, publish_once};
 use crate::replica::Replica;
-use crate::streams::{StreamOptions, Streams, WORK_STREAM, recreate_work_stream};
+use crate::streams::{Streams, WORK_STREAM, recreate_work_stream};
 
 const REPEAT_EVERY: Duration = Duration::from_secs(2);
 /// Several folded entries become one look at the state.
@@ -48,8 +48,8 @@ pub struct HintPublisher {
 
 impl HintPublisher {
     /// Starts publishing what `replica` says is runnable.
-    pub fn start(streams: &Streams, options: StreamOptions, replica: Replica) -> Self {
-        let publisher = Publisher { streams: streams.clone(), options, replica, sent: HashMap::new() };
+    pub fn start(streams: &Streams, replica: Replica) -> Self {
+        let publisher = Publisher { streams: streams.clone(), replica, sent: HashMap::new() };
         Self { task: tokio::spawn(publisher.run()) }
     }
 }
@@ -62,7 +62,6 @@ impl Drop for HintPublisher {
 
 struct Publisher {
     streams: Streams,
-    options: StreamOptions,
     replica: Replica,
     /// When the hint of each runnable operation was last sent.
     sent: HashMap<OperationId, Instant>,
@@ -72,11 +71,9 @@ impl Publisher {
     async fn run(mut self) {
         let mut changes = self.replica.changes();
         loop {
-            let runnable = self.replica.read(|state| {
-                state
-                    .runnable_operations()
-                    .map(|(id, kind)| HintBody { operation_id: id.clone(), kind })
-                    .collect::<Vec<_>>()
+            let runnable: Vec<HintBody> = self.replica.read(|state| {
+                let wants = state.runnable_operations();
+                wants.map(|it| HintBody { operation_id: it.operation_id.clone(), kind: it.kind }).collect()
             });
             // What is not runnable any more is announced at once when it is again.
             let still: std::collections::HashSet<&OperationId> =
@@ -116,7 +113,7 @@ impl Publisher {
             Err(failure) => {
                 tracing::debug!(operation = %hint.operation_id, %failure, "hint not published");
                 // A restart of a single server empties memory; on some it forgets the stream as well.
-                if let Err(error) = recreate_work_stream(&self.streams, &self.options).await {
+                if let Err(error) = recreate_work_stream(&self.streams).await {
                     tracing::debug!(%error, "the hint stream cannot be made");
                 }
                 false

@@ -9,8 +9,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use ballast_schemas::{
-    COMMAND_WINDOW_MS, ClusterId, Command, CommandId, CommandRecord, CreateCluster, Envelope, EnvelopeError,
-    LogPosition, LogTime, Outcome, ReplicaId,
+    BallastError, COMMAND_WINDOW_MS, ClusterId, Command, CommandId, CommandRecord, CreateCluster, Envelope,
+    EnvelopeError, ErrorCode, LogPosition, LogTime, Outcome, ReplicaId,
 };
 use ballast_workflows::{LogEntry, State, fold};
 use bytes::Bytes;
@@ -101,6 +101,10 @@ pub enum SubmitError {
     Stopped(Arc<ReplicaError>),
     #[error("the command cannot be encoded: {reason}")]
     Encode { reason: String },
+    #[error(
+        "the log is nearly full ({bytes} of {bytes_max} bytes) and the rest is kept for releases and deletions: wait for the next snapshot, or raise its max_bytes"
+    )]
+    NearlyFull { bytes: u64, bytes_max: u64 },
 }
 
 impl SubmitError {
@@ -108,7 +112,7 @@ impl SubmitError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::NotStored(error) => error.is_retryable(),
-            Self::OutcomeUnknown { .. } => true,
+            Self::OutcomeUnknown { .. } | Self::NearlyFull { .. } => true,
             Self::Stopped(_) | Self::Encode { .. } => false,
         }
     }
@@ -119,6 +123,25 @@ impl SubmitError {
     }
 }
 
+impl From<SubmitError> for BallastError {
+    fn from(error: SubmitError) -> Self {
+        let code = match &error {
+            SubmitError::NearlyFull { .. } => ErrorCode::CapacityExhausted,
+            SubmitError::NotStored(append) if matches!(**append, AppendError::Full { .. }) => {
+                ErrorCode::CapacityExhausted
+            }
+            SubmitError::NotStored(append) if matches!(**append, AppendError::Rejected { .. }) => {
+                ErrorCode::DurabilityFailed
+            }
+            SubmitError::Encode { .. } => ErrorCode::InvalidArgument,
+            SubmitError::NotStored(_) | SubmitError::OutcomeUnknown { .. } | SubmitError::Stopped(_) => {
+                ErrorCode::Unavailable
+            }
+        };
+        BallastError::new(code, error.to_string())
+    }
+}
+
 /// Why a wait for a sequence ended without it.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum WaitError {
@@ -126,6 +149,12 @@ pub enum WaitError {
     TimedOut { wanted: u64, at: u64, waited_ms: u64 },
     #[error("this replica has stopped: {0}")]
     Stopped(Arc<ReplicaError>),
+}
+
+impl From<WaitError> for BallastError {
+    fn from(error: WaitError) -> Self {
+        BallastError::new(ErrorCode::Unavailable, error.to_string())
+    }
 }
 
 /// A handle on a running replica; cheap to clone. The replica ends with its last handle.
@@ -251,6 +280,11 @@ impl Replica {
 
     /// Appends a stamped command; sending the same record again is safe.
     pub async fn submit_record(&self, record: CommandRecord) -> Result<(LogPosition, Outcome), SubmitError> {
+        if let Some((bytes, bytes_max)) =
+            self.inner.shared.ledger.nearly_full().filter(|_| !frees_or_reports(&record.command))
+        {
+            return Err(SubmitError::NearlyFull { bytes, bytes_max });
+        }
         let id = record.id.clone();
         let answer = enqueue(&self.inner.appender, record, || self.stopped()).await?;
         let unknown = |reason: &str| SubmitError::OutcomeUnknown { id: id.clone(), reason: reason.to_owned() };
@@ -333,6 +367,19 @@ impl Replica {
     fn stopped(&self) -> Option<SubmitError> {
         self.stopped_by().map(SubmitError::Stopped)
     }
+}
+
+/// What must go on when the log is nearly full: everything that is no tenant's, and what tenants give up.
+fn frees_or_reports(command: &Command) -> bool {
+    let gives_up = matches!(
+        command,
+        Command::ReleaseLease(_)
+            | Command::AbortImport(_)
+            | Command::Remove(_)
+            | Command::PurgeTombstone(_)
+            | Command::AbortReplacement(_)
+    );
+    gives_up || command.tenant().is_none()
 }
 
 /// A command id that nobody used before.
@@ -458,7 +505,7 @@ async fn run_folder(shared: Arc<Shared>) -> ReplicaError {
 async fn fold_record(shared: &Shared, record: Record) -> Result<(), ReplicaError> {
     let Record { seq, timestamp_ns, bytes } = record;
     let envelope = Envelope::decode(&bytes).map_err(|source| ReplicaError::Entry { seq, source })?;
-    shared.ledger.note_entry(seq, timestamp_ns, &envelope);
+    shared.ledger.note_entry(seq, timestamp_ns);
     let applied = {
         let mut state = shared.state.write().unwrap_or_else(PoisonError::into_inner);
         fold(&mut state, &LogEntry { seq, timestamp_ns, envelope: &envelope })
@@ -490,4 +537,120 @@ async fn restore_over_gap(shared: &Shared, expected: u64, first: u64) -> Result<
     shared.waiters.abandon();
     shared.folded.send_replace(at);
     Ok(shared.log.tail(at + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use ballast_schemas::ClusterConfig;
+    use futures::future::BoxFuture;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::{MemoryLog, MemorySnapshots, SnapshotRules};
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn options(name: &str) -> ReplicaOptions {
+        let create = CreateCluster {
+            cluster_id: "test-cluster".parse().unwrap(),
+            incarnation: 1,
+            config: ClusterConfig::default(),
+            capabilities: Vec::new(),
+        };
+        let rules = SnapshotRules { every_entries: u64::MAX, every: Duration::from_secs(3600), keep: Duration::ZERO };
+        ReplicaOptions {
+            create: Some(create),
+            upkeep: UpkeepOptions { ticks: false, snapshots: Some(rules) },
+            ..ReplicaOptions::new(name.parse().unwrap())
+        }
+    }
+
+    /// A log whose reader falls behind a trim once: its first tail delivers one entry and then waits for `trimmed`.
+    #[derive(Debug)]
+    struct FallsBehind {
+        log: MemoryLog,
+        trimmed: Arc<AtomicBool>,
+        first: AtomicBool,
+    }
+
+    impl Log for FallsBehind {
+        fn append<'a>(
+            &'a self,
+            id: &'a str,
+            bytes: Bytes,
+            expected_last_seq: Option<u64>,
+        ) -> BoxFuture<'a, Result<u64, AppendError>> {
+            self.log.append(id, bytes, expected_last_seq)
+        }
+
+        fn tail(&self, from_seq: u64) -> Tail {
+            if !self.first.swap(false, Ordering::SeqCst) {
+                return self.log.tail(from_seq);
+            }
+            let (sender, receiver) = mpsc::channel(1);
+            let (log, trimmed) = (self.log.clone(), Arc::clone(&self.trimmed));
+            let reader = tokio::spawn(async move {
+                let mut begin = log.tail(from_seq);
+                let _ = sender.send(begin.next().await.unwrap()).await;
+                while !trimmed.load(Ordering::SeqCst) {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                let gap = log.tail(from_seq + 1).next().await.unwrap();
+                let _ = sender.send(gap).await;
+            });
+            Tail::new(receiver, reader)
+        }
+
+        fn bounds(&self) -> BoxFuture<'_, Result<LogBounds, LogError>> {
+            self.log.bounds()
+        }
+
+        fn trim(&self, up_to_seq: u64) -> BoxFuture<'_, Result<(), LogError>> {
+            self.log.trim(up_to_seq)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_replica_that_fell_behind_a_trim_restores_from_a_newer_snapshot_and_goes_on() {
+        let log = MemoryLog::new();
+        let snapshots: Arc<dyn SnapshotStore> = Arc::new(MemorySnapshots::new());
+        let busy = Replica::start(Arc::new(log.clone()), Some(Arc::clone(&snapshots)), options("busy")).await.unwrap();
+        let trimmed = Arc::new(AtomicBool::new(false));
+        let slow_log = FallsBehind { log: log.clone(), trimmed: Arc::clone(&trimmed), first: AtomicBool::new(true) };
+        let slow = Replica::start(Arc::new(slow_log), Some(snapshots), options("slow")).await.unwrap();
+        for _ in 0..2 {
+            busy.barrier().await.unwrap();
+            busy.snapshot_now().await.unwrap().unwrap();
+        }
+        let seq = busy.barrier().await.unwrap();
+        assert!(log.bounds().await.unwrap().first_seq > 2);
+        assert_eq!(slow.log_seq(), 1);
+        trimmed.store(true, Ordering::SeqCst);
+        slow.wait_for(seq, PATIENCE).await.unwrap();
+        assert_eq!(slow.read(State::digest), busy.read(State::digest));
+    }
+
+    #[tokio::test]
+    async fn without_a_snapshot_that_reaches_it_a_trimmed_log_is_refused() {
+        let log = MemoryLog::new();
+        let replica = Replica::start(Arc::new(log.clone()), None, options("one")).await.unwrap();
+        replica.barrier().await.unwrap();
+        log.trim(1).await.unwrap();
+        let error = Replica::start(Arc::new(log), None, options("two")).await.unwrap_err();
+        assert!(matches!(error, ReplicaError::NoSnapshot { first: 2, snapshot: 0 }), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_full_log_is_a_named_error_to_the_submitter() {
+        let log = MemoryLog::new();
+        let replica = Replica::start(Arc::new(log.clone()), None, options("one")).await.unwrap();
+        log.set_bytes_max(Some(1));
+        let error = replica.submit(Command::Barrier).await.unwrap_err();
+        assert!(error.is_retryable() && !error.outcome_unknown(), "{error}");
+        assert_eq!(BallastError::from(error).code, ErrorCode::CapacityExhausted);
+        log.set_bytes_max(None);
+        replica.barrier().await.unwrap();
+    }
 }

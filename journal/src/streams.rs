@@ -77,6 +77,8 @@ pub struct Streams {
     pub(crate) client: Client,
     pub(crate) context: Context,
     cluster_id: ClusterId,
+    /// For a stream that must be made anew.
+    replicas: usize,
 }
 
 impl Streams {
@@ -173,7 +175,7 @@ pub async fn open_streams(client: Client, options: &StreamOptions) -> Result<Str
     if found < last_seq {
         return Err(OpenStreamsError::LogCutShort { cluster_id, last_seq, found });
     }
-    Ok(Streams { client, context, cluster_id })
+    Ok(Streams { client, context, cluster_id, replicas: options.replicas })
 }
 
 /// A JetStream context whose API calls end after [`API_TIMEOUT`].
@@ -184,8 +186,8 @@ pub(crate) fn api_context(client: &Client) -> Context {
 }
 
 /// Makes a stream of this cluster again when it is gone: the one of the hints lives in memory.
-pub(crate) async fn recreate_work_stream(streams: &Streams, options: &StreamOptions) -> Result<(), OpenStreamsError> {
-    create(&streams.context, work_config(options), &streams.cluster_id).await.map(drop)
+pub(crate) async fn recreate_work_stream(streams: &Streams) -> Result<(), OpenStreamsError> {
+    create(&streams.context, work_config(streams.replicas), &streams.cluster_id).await.map(drop)
 }
 
 fn known_cluster(others: &[(Config, Option<Info>)], last_seen: Option<&LastSeen>) -> Option<ClusterId> {
@@ -275,14 +277,14 @@ fn log_config(options: &StreamOptions) -> Config {
     }
 }
 
-fn work_config(options: &StreamOptions) -> Config {
+fn work_config(replicas: usize) -> Config {
     Config {
         name: WORK_STREAM.to_owned(),
         description: Some("Ballast: hints that an operation wants a worker".to_owned()),
         subjects: vec![WORK_SUBJECTS.to_owned()],
         retention: RetentionPolicy::WorkQueue,
         storage: StorageType::Memory,
-        num_replicas: options.replicas,
+        num_replicas: replicas,
         discard: DiscardPolicy::New,
         discard_new_per_subject: true,
         max_messages_per_subject: 1,
@@ -351,5 +353,5 @@ fn other_configs(options: &StreamOptions) -> Vec<Config> {
         allow_direct: true,
         ..Config::default()
     };
-    vec![work_config(options), inventory, events, inbox, snapshots, keys]
+    vec![work_config(options.replicas), inventory, events, inbox, snapshots, keys]
 }

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_schemas::{COMMAND_WINDOW_MS, Command, CommandRecord, Envelope, SnapshotCommitted, TICK_SILENCE_MS};
+use ballast_schemas::{COMMAND_WINDOW_MS, Command, CommandRecord, SnapshotCommitted, TICK_SILENCE_MS};
 use ballast_workflows::State;
 use rand::RngExt;
 use tokio::task::JoinHandle;
@@ -24,6 +24,9 @@ const SNAPSHOT_LOOK_EVERY: Duration = Duration::from_secs(5);
 const SNAPSHOT_JITTER_MS: u64 = 5_000;
 /// Times of entries are remembered at this spacing.
 const SAMPLE_EVERY_NS: u64 = 1_000_000_000;
+const FILL_LOOK_EVERY: Duration = Duration::from_secs(5);
+/// One tenth of the log is kept for releases, worker progress, deletions and snapshots.
+const RESERVE_SHARE: u64 = 10;
 const EVENTS_PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a replica does beside folding.
@@ -85,10 +88,9 @@ struct LedgerInner {
     head: (u64, u64),
     /// (sequence, timestamp) at least a second apart, oldest first.
     samples: VecDeque<(u64, u64)>,
-    /// Sequences of the committed snapshots, oldest first; the last two.
-    committed: VecDeque<u64>,
-    committed_at: Option<Instant>,
     keep: Duration,
+    /// The log's fill when last asked: bytes stored and bytes at most.
+    fill: Option<(u64, u64)>,
 }
 
 impl Ledger {
@@ -101,7 +103,7 @@ impl Ledger {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn note_entry(&self, seq: u64, timestamp_ns: u64, envelope: &Envelope) {
+    pub(crate) fn note_entry(&self, seq: u64, timestamp_ns: u64) {
         let mut ledger = self.lock();
         ledger.last_entry_at = Some(Instant::now());
         ledger.head = (seq, timestamp_ns);
@@ -113,38 +115,43 @@ impl Ledger {
         while ledger.samples.get(1).is_some_and(|(_, at)| *at <= horizon) {
             ledger.samples.pop_front();
         }
-        for record in &envelope.commands {
-            if let Command::SnapshotCommitted(snapshot) = &record.command {
-                ledger.committed.push_back(snapshot.seq);
-                ledger.committed_at = Some(Instant::now());
-                while ledger.committed.len() > 2 {
-                    ledger.committed.pop_front();
-                }
-            }
-        }
+    }
+
+    /// Bytes stored and bytes at most, once the log is so full that tenants must leave the rest to what frees it.
+    pub(crate) fn nearly_full(&self) -> Option<(u64, u64)> {
+        self.lock().fill.filter(|(bytes, bytes_max)| *bytes >= bytes_max - bytes_max / RESERVE_SHARE)
+    }
+
+    fn half_full(&self) -> bool {
+        self.lock().fill.is_some_and(|(bytes, bytes_max)| bytes >= bytes_max / 2)
     }
 
     fn silence(&self) -> Duration {
         self.lock().last_entry_at.map_or(Duration::MAX, |at| at.elapsed())
     }
 
-    /// The newest committed snapshot's sequence and how long ago it was committed, as far as this replica saw.
-    fn last_committed(&self) -> (u64, Option<Duration>) {
+    /// The newest entry that is old enough to go; 0 = none.
+    fn old_enough(&self) -> u64 {
         let ledger = self.lock();
-        (ledger.committed.back().copied().unwrap_or(0), ledger.committed_at.map(|at| at.elapsed()))
-    }
-
-    /// Everything up to here may go: it is in two committed snapshots and old enough. 0 = nothing.
-    fn trimmable(&self) -> u64 {
-        let ledger = self.lock();
-        let (2, Some(older)) = (ledger.committed.len(), ledger.committed.front()) else { return 0 };
         let horizon = ledger.head.1.saturating_sub(nanos(ledger.keep));
-        let old_enough = match ledger.keep.is_zero() {
+        match ledger.keep.is_zero() {
             true => ledger.head.0,
             false => ledger.samples.iter().rev().find(|(_, at)| *at <= horizon).map_or(0, |(seq, _)| *seq),
-        };
-        (*older).min(old_enough)
+        }
     }
+}
+
+/// Everything up to here may go: it is in two committed snapshots and old enough. 0 = nothing.
+fn trimmable(snapshots: &[SnapshotCommitted], old_enough: u64) -> u64 {
+    match snapshots {
+        [.., older, _newest] => older.seq.min(old_enough),
+        _ => 0,
+    }
+}
+
+/// The newest committed snapshot's sequence; 0 = none.
+fn newest_committed(shared: &Shared) -> u64 {
+    shared.read(|state| state.snapshots().last().map_or(0, |snapshot| snapshot.seq))
 }
 
 fn nanos(duration: Duration) -> u64 {
@@ -154,7 +161,7 @@ fn nanos(duration: Duration) -> u64 {
 /// Starts the tasks that the options ask for.
 pub(crate) fn start(shared: &Arc<Shared>, appender: &Appender) -> Vec<JoinHandle<()>> {
     let options = &shared.options.upkeep;
-    let mut tasks = Vec::new();
+    let mut tasks = vec![tokio::spawn(watch_fill(Arc::clone(shared)))];
     if options.ticks {
         tasks.push(tokio::spawn(tick(Arc::clone(shared), appender.clone())));
     }
@@ -162,6 +169,16 @@ pub(crate) fn start(shared: &Arc<Shared>, appender: &Appender) -> Vec<JoinHandle
         tasks.push(tokio::spawn(snapshot_by_rules(Arc::clone(shared), appender.clone(), rules)));
     }
     tasks
+}
+
+async fn watch_fill(shared: Arc<Shared>) {
+    loop {
+        // A log that does not answer is reported by whoever appends to it.
+        if let Ok(bounds) = shared.log.bounds().await {
+            shared.ledger.lock().fill = bounds.bytes_max.map(|bytes_max| (bounds.bytes, bytes_max));
+        }
+        tokio::time::sleep(FILL_LOOK_EVERY).await;
+    }
 }
 
 async fn tick(shared: Arc<Shared>, appender: Appender) {
@@ -197,23 +214,28 @@ async fn append(shared: &Shared, appender: &Appender, command: Command) -> Resul
 }
 
 async fn snapshot_by_rules(shared: Arc<Shared>, appender: Appender, rules: SnapshotRules) {
-    let started = Instant::now();
-    let due = || {
-        let (committed, age) = shared.ledger.last_committed();
+    // When this replica last saw another snapshot committed.
+    let (mut last, mut since) = (newest_committed(&shared), Instant::now());
+    let mut is_due = || {
+        let committed = newest_committed(&shared);
+        if committed != last {
+            (last, since) = (committed, Instant::now());
+        }
         let entries = shared.read(State::log_seq).saturating_sub(committed);
+        let is_old = since.elapsed() >= rules.every || shared.ledger.half_full();
         // The snapshot's own commit is an entry too; alone it is no reason for another.
-        entries >= rules.every_entries.max(2)
-            || (entries >= 2 && age.unwrap_or_else(|| started.elapsed()) >= rules.every)
+        entries >= rules.every_entries.max(2) || (entries >= 2 && is_old)
     };
+    let jitter_ms = SNAPSHOT_JITTER_MS.min(u64::try_from(rules.every.as_millis()).unwrap_or(u64::MAX));
     loop {
         tokio::time::sleep(SNAPSHOT_LOOK_EVERY.min(rules.every)).await;
-        if !due() {
+        if !is_due() {
             continue;
         }
-        let jitter = rand::rng()
-            .random_range(0..SNAPSHOT_JITTER_MS.min(1 + u64::try_from(rules.every.as_millis()).unwrap_or(u64::MAX)));
-        tokio::time::sleep(Duration::from_millis(jitter)).await;
-        if !due() {
+        // Whoever draws the shortest wait writes it; the others then see it committed.
+        let wait_ms = rand::rng().random_range(0..=jitter_ms);
+        tokio::time::sleep(Duration::from_millis(wait_ms)).await;
+        if !is_due() {
             continue;
         }
         match snapshot(&shared, &appender).await {
@@ -228,7 +250,7 @@ pub(crate) async fn snapshot(shared: &Shared, appender: &Appender) -> Result<Opt
     let store = shared.snapshots.as_ref().ok_or(UpkeepError::NoStore)?;
     let state = shared.read(State::clone);
     let seq = state.log_seq();
-    if seq <= shared.ledger.last_committed().0 {
+    if seq <= newest_committed(shared) {
         return Ok(None);
     }
     // Restoring from it must not lose an event, so its events come first.
@@ -242,7 +264,7 @@ pub(crate) async fn snapshot(shared: &Shared, appender: &Appender) -> Result<Opt
     let committed = Command::SnapshotCommitted(SnapshotCommitted { seq: name.seq, digest: name.digest });
     append(shared, appender, committed).await.map_err(UpkeepError::Commit)?;
     prune(&**store).await?;
-    let up_to = shared.ledger.trimmable();
+    let up_to = shared.read(|state| trimmable(state.snapshots(), shared.ledger.old_enough()));
     if up_to > 0 {
         shared.log.trim(up_to).await?;
     }
@@ -251,32 +273,31 @@ pub(crate) async fn snapshot(shared: &Shared, appender: &Appender) -> Result<Opt
 
 #[cfg(test)]
 mod tests {
+    use ballast_schemas::Digest;
+
     use super::*;
-    use ballast_schemas::{CommandId, Digest, LogTime};
-
-    const SECOND_NS: u64 = 1_000_000_000;
-
-    fn envelope(command: Command) -> Envelope {
-        let record = CommandRecord { id: CommandId::new("c").unwrap(), not_after: LogTime(0), command };
-        Envelope { id: "e".to_owned(), commands: vec![record] }
-    }
-
-    fn committed(seq: u64) -> Envelope {
-        envelope(Command::SnapshotCommitted(SnapshotCommitted { seq, digest: Digest::of(b"") }))
-    }
 
     #[test]
     fn trimming_stops_at_the_older_of_two_snapshots_and_keeps_young_entries() {
         let ledger = Ledger::new(Duration::from_secs(600));
         for seq in 1..=100 {
-            ledger.note_entry(seq, seq * 10 * SECOND_NS, &envelope(Command::Tick));
+            ledger.note_entry(seq, seq * 10 * SAMPLE_EVERY_NS);
         }
-        assert_eq!(ledger.trimmable(), 0, "no snapshot yet");
-        ledger.note_entry(101, 1_010 * SECOND_NS, &committed(20));
-        assert_eq!(ledger.trimmable(), 0, "one is not enough");
-        ledger.note_entry(102, 1_020 * SECOND_NS, &committed(101));
-        assert_eq!(ledger.trimmable(), 20);
-        ledger.note_entry(103, 1_030 * SECOND_NS, &committed(102));
-        assert_eq!(ledger.trimmable(), 43, "entry 43 is 600 s older than the newest");
+        assert_eq!(ledger.old_enough(), 40, "entry 40 is 600 s older than the newest");
+        let committed = |seq| SnapshotCommitted { seq, digest: Digest::of(b"") };
+        assert_eq!(trimmable(&[], 40), 0);
+        assert_eq!(trimmable(&[committed(20)], 40), 0, "one is not enough");
+        assert_eq!(trimmable(&[committed(20), committed(90)], 40), 20);
+        assert_eq!(trimmable(&[committed(90), committed(95)], 40), 40);
+    }
+
+    #[test]
+    fn the_last_tenth_of_the_log_is_a_reserve() {
+        let ledger = Ledger::new(Duration::ZERO);
+        assert_eq!(ledger.nearly_full(), None, "not known yet");
+        ledger.lock().fill = Some((899, 1_000));
+        assert_eq!(ledger.nearly_full(), None);
+        ledger.lock().fill = Some((900, 1_000));
+        assert_eq!(ledger.nearly_full(), Some((900, 1_000)));
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use ballast_journal::{EmbeddedServer, ServerOptions, ServerStatus, StartServerError, connect};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{PATIENCE, in_time, start_server};
+use crate::{PATIENCE, eventually, in_time, start_server};
 
 #[tokio::test]
 async fn a_folder_keeps_its_port_and_is_free_again_after_stop() {
@@ -51,6 +51,35 @@ async fn two_servers_never_share_a_folder() {
     let error = second.unwrap_err();
     assert!(matches!(error, StartServerError::InUse { .. }), "{error}");
     assert!(error.to_string().contains(&std::process::id().to_string()), "names the holder: {error}");
+    server.stop().await;
+}
+
+/// Not a test by itself: what [`a_server_dies_with_its_parent_and_leaves_the_folder_free`] runs as another process.
+#[tokio::test]
+async fn holds_a_server_for_another_test() {
+    let Some(folder) = std::env::var_os(HELD_FOLDER) else { return };
+    let _server = EmbeddedServer::start(ServerOptions::new(&folder)).await.unwrap();
+    std::fs::write(std::path::Path::new(&folder).join("held"), "").unwrap();
+    std::future::pending::<()>().await;
+}
+
+const HELD_FOLDER: &str = "BALLAST_TEST_HELD_FOLDER";
+
+#[tokio::test]
+async fn a_server_dies_with_its_parent_and_leaves_the_folder_free() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut parent = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "server::holds_a_server_for_another_test"])
+        .env(HELD_FOLDER, folder.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let held = folder.path().join("held");
+    eventually("the other process holds a server", async || held.exists()).await;
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    // The folder's lock is the child's as well: it is free only once the server is gone.
+    let server = start_server(&folder).await;
     server.stop().await;
 }
 
