@@ -1,4 +1,4 @@
-//! What a replica does for the log beside folding it: ticks while a deadline is pending, snapshots, trimming.
+//! What a replica does for the log beside folding it: announcing itself, ticks while a deadline is pending, snapshots, trimming.
 //!
 //! Any replica may; jitter decides which does, and two at once do no harm (a tick more; snapshots named by their content).
 //! Trimming follows only verified, committed snapshots whose events are stored. See ARCHITECTURE.md, Snapshots and restore.
@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_schemas::{COMMAND_WINDOW_MS, Command, CommandRecord, SnapshotCommitted, TICK_SILENCE_MS};
+use ballast_schemas::{AnnounceReplica, COMMAND_WINDOW_MS, Command, CommandRecord, SnapshotCommitted, TICK_SILENCE_MS};
 use ballast_workflows::State;
 use rand::RngExt;
 use tokio::task::JoinHandle;
@@ -17,6 +17,11 @@ use crate::log::LogError;
 use crate::replica::{Shared, SubmitError, enqueue, fresh_command_id};
 use crate::snapshots::{SnapshotError, SnapshotName, prune, write_verified};
 
+/// The command families that this build folds.
+const FAMILIES: [u8; 6] = [0, 8, 9, 10, 11, 12];
+/// The fold forgets a replica after ten minutes.
+const ANNOUNCE_EVERY: Duration = Duration::from_secs(300);
+const ANNOUNCE_RETRY_EVERY: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Ticks of several replicas are spread over this much.
 const TICK_JITTER_MS: u64 = 500;
@@ -32,6 +37,8 @@ const EVENTS_PATIENCE: Duration = Duration::from_secs(60);
 /// What a replica does beside folding.
 #[derive(Debug, Clone)]
 pub struct UpkeepOptions {
+    /// Say in the log which command families this build folds, at the start and every five minutes.
+    pub announce: bool,
     /// Append a `Tick` when a deadline is pending and the log was silent for two seconds.
     pub ticks: bool,
     /// Write snapshots and trim the log; `None` = leave it to others.
@@ -40,7 +47,7 @@ pub struct UpkeepOptions {
 
 impl Default for UpkeepOptions {
     fn default() -> Self {
-        Self { ticks: true, snapshots: None }
+        Self { announce: true, ticks: true, snapshots: None }
     }
 }
 
@@ -162,6 +169,9 @@ fn nanos(duration: Duration) -> u64 {
 pub(crate) fn start(shared: &Arc<Shared>, appender: &Appender) -> Vec<JoinHandle<()>> {
     let options = &shared.options.upkeep;
     let mut tasks = vec![tokio::spawn(watch_fill(Arc::clone(shared)))];
+    if options.announce {
+        tasks.push(tokio::spawn(announce(Arc::clone(shared), appender.clone())));
+    }
     if options.ticks {
         tasks.push(tokio::spawn(tick(Arc::clone(shared), appender.clone())));
     }
@@ -178,6 +188,25 @@ async fn watch_fill(shared: Arc<Shared>) {
             shared.ledger.lock().fill = bounds.bytes_max.map(|bytes_max| (bounds.bytes, bytes_max));
         }
         tokio::time::sleep(FILL_LOOK_EVERY).await;
+    }
+}
+
+/// Confirming a capability is refused while a live replica said that it can not fold what it opens.
+async fn announce(shared: Arc<Shared>, appender: Appender) {
+    let announcement = AnnounceReplica {
+        replica_id: shared.options.replica_id.clone(),
+        families: FAMILIES.to_vec(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    loop {
+        let again_after = match append(&shared, &appender, Command::AnnounceReplica(announcement.clone())).await {
+            Ok(()) => ANNOUNCE_EVERY,
+            Err(error) => {
+                tracing::debug!(%error, "replica not announced yet");
+                ANNOUNCE_RETRY_EVERY
+            }
+        };
+        tokio::time::sleep(again_after).await;
     }
 }
 

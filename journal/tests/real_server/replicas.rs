@@ -8,7 +8,6 @@ use ballast_journal::{
     SnapshotStore, Streams, UpkeepOptions,
 };
 use ballast_schemas::{Capability, ClusterConfig, Command, CreateCluster, Envelope, ReplicaId};
-use ballast_workflows::State;
 use bytes::Bytes;
 
 use crate::{Cluster, PATIENCE, eventually, in_time};
@@ -30,7 +29,7 @@ pub(crate) fn options(streams: &Streams, name: &str) -> ReplicaOptions {
 /// Snapshots on demand, and nothing kept of the log that they make superfluous.
 fn trimming(options: ReplicaOptions) -> ReplicaOptions {
     let rules = SnapshotRules { every_entries: u64::MAX, every: Duration::from_secs(3600), keep: Duration::ZERO };
-    ReplicaOptions { upkeep: UpkeepOptions { ticks: false, snapshots: Some(rules) }, ..options }
+    ReplicaOptions { upkeep: UpkeepOptions { ticks: false, announce: false, snapshots: Some(rules) }, ..options }
 }
 
 async fn start(streams: &Streams, options: ReplicaOptions) -> Result<Replica, ReplicaError> {
@@ -46,6 +45,13 @@ async fn submit_many(replica: &Replica, count: usize) {
     }
 }
 
+/// Waits until both stand at the same entry (others append meanwhile) and demands the same state there.
+async fn agree(one: &Replica, two: &Replica) {
+    let at = |replica: &Replica| replica.read(|state| (state.log_seq(), state.digest()));
+    let same_entry = async || at(one).0 == at(two).0 && at(one) == at(two);
+    eventually("both at the same entry in the same state", same_entry).await;
+}
+
 #[tokio::test]
 async fn two_replicas_converge_to_the_same_state() {
     let cluster = Cluster::start().await;
@@ -57,8 +63,7 @@ async fn two_replicas_converge_to_the_same_state() {
     tokio::join!(submit_many(&one, 500), submit_many(&two, 500));
     let seq = one.barrier().await.unwrap();
     two.wait_for(seq, PATIENCE).await.unwrap();
-    let digest = |replica: &Replica| replica.read(|state| (state.log_seq(), state.digest()));
-    eventually("both at the same entry with the same digest", async || digest(&one) == digest(&two)).await;
+    agree(&one, &two).await;
     // A thousand commands and more shared a few dozen envelopes.
     assert!(seq < 500, "{seq} entries for 1,000 concurrent commands");
     cluster.server.stop().await;
@@ -98,8 +103,7 @@ async fn a_restored_replica_has_the_digest_of_the_one_that_folded_everything() {
         let options = ReplicaOptions { restore_from, ..trimming(options(&cluster.streams, "two")) };
         let second = start(&cluster.streams, options).await.unwrap();
         second.wait_for(seq, PATIENCE).await.unwrap();
-        let expected = first.read(|state| (state.log_seq(), state.digest()));
-        assert_eq!(second.read(|state| (state.log_seq(), state.digest())), expected);
+        agree(&second, &first).await;
     }
     let from_start = ReplicaOptions { restore_from: RestoreFrom::Beginning, ..options(&cluster.streams, "three") };
     let error = start(&cluster.streams, from_start).await.unwrap_err();
@@ -146,8 +150,7 @@ async fn a_damaged_snapshot_is_refused_by_name_and_an_older_one_can_be_chosen() 
     assert!(error.to_string().contains(&newer.to_string()) && error.to_string().contains("--from"), "{error}");
     let from_older = ReplicaOptions { restore_from: RestoreFrom::Seq(older.seq), ..options(&cluster.streams, "two") };
     let second = start(&cluster.streams, from_older).await.unwrap();
-    second.wait_for(replica.log_seq(), PATIENCE).await.unwrap();
-    assert_eq!(second.read(State::digest), replica.read(State::digest));
+    agree(&second, &replica).await;
     cluster.server.stop().await;
 }
 
