@@ -57,6 +57,16 @@ def find_nats_server():
     return found[-1]
 
 
+def nats_config(folder, store_dir):
+    """Writes ops/nats.conf, as it is in production (JetStream synced on every write), with a store folder of its own."""
+    text, found = re.subn(r'(?m)^(\s*store_dir:).*$', lambda line: f"{line[1]} {json.dumps(str(store_dir))}", (ROOT / "ops/nats.conf").read_text())
+    if found != 1:
+        raise Failure(f"ops/nats.conf names store_dir {found} times; expected one line with it")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "nats.conf").write_text(text)
+    return folder / "nats.conf"
+
+
 def _die_with_parent():
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -229,11 +239,11 @@ class Cluster:
         self.memory_folders = []
         self.memory_dirs = []
         self.cold_dirs = []
-        # As ops/nats.conf has it (JetStream synced on every write), but on a port and a folder of its own.
         self.nats = Service(
             "nats-server",
-            [find_nats_server(), "--config", ROOT / "ops/nats.conf", "--addr", "127.0.0.1", "--port", self.port, "--store_dir", self.nats_folder],
-            self.logs, r"Server is ready")
+            [find_nats_server(), "--config", nats_config(self.folder, self.nats_folder), "--addr", "127.0.0.1", "--port", self.port,
+             "--http_port", free_port()],
+            self.logs, r"Server is ready", {"BALLAST_NATS_NAME": "nats-0"})
         self.gateways = [self._service(f"gateway-{n}", "gateway", "--id", f"gateway-{n}") for n in range(gateways)]
         self.workflow_workers = [self.new_workflow_worker(f"workflow-{n}", self.worker_env) for n in range(workflow_workers)]
         self.transfer_workers = []
