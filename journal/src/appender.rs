@@ -1,7 +1,7 @@
 //! Group commit: commands that arrive while appends are in flight form the next envelope.
 //!
 //! One disk sync pays for a whole envelope, so the busier the gateway the cheaper a command. A caller is answered by the
-//! fold of its own envelope ([`Waiters`]), never by the append's acknowledgement. See ARCHITECTURE.md, Appending.
+//! fold of its own envelope ([`Waiters`]), never by the append's acknowledgement. See ARCHITECTURE.md, The log and the fold.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -159,5 +159,54 @@ fn send_next<'a>(
             (id, appended)
         })),
         Err(error) => waiters.fail(&id, AppendError::Rejected { reason: error.to_string() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::{Command, LogTime};
+
+    use super::*;
+    use crate::MemoryLog;
+
+    /// Queues commands that claim to have `bytes` encoded bytes each, before the appender runs, and returns the envelopes.
+    async fn packed(count: usize, bytes: usize) -> Vec<usize> {
+        let log = MemoryLog::new();
+        let (queue, receiver) = mpsc::channel(QUEUE_COMMANDS);
+        let mut answers = Vec::new();
+        for _ in 0..count {
+            let record = CommandRecord { id: "c".parse().unwrap(), not_after: LogTime(0), command: Command::Tick };
+            let (answer, receiver) = oneshot::channel();
+            queue.send(Pending { record, bytes, answer }).await.unwrap();
+            answers.push(receiver);
+        }
+        drop(queue);
+        let waiters = Arc::new(Waiters::default());
+        run(Arc::new(log.clone()), Arc::clone(&waiters), receiver).await;
+        let last_seq = log.bounds().await.unwrap().last_seq;
+        let mut tail = log.tail(1);
+        let mut sizes = Vec::new();
+        for seq in 1..=last_seq {
+            let envelope = Envelope::decode(&tail.next().await.unwrap().unwrap().bytes).unwrap();
+            sizes.push(envelope.commands.len());
+            let outcomes = envelope.commands.iter().map(|_| Ok(ballast_schemas::Reply::Done)).collect();
+            waiters.resolve(&envelope.id, seq, outcomes);
+        }
+        for answer in answers {
+            answer.await.unwrap().unwrap().1.unwrap();
+        }
+        sizes
+    }
+
+    #[tokio::test]
+    async fn what_waits_goes_into_one_envelope() {
+        assert_eq!(packed(500, 100).await, [500]);
+    }
+
+    #[tokio::test]
+    async fn an_envelope_is_bounded_by_commands_and_by_bytes() {
+        assert_eq!(packed(2_500, 10).await, [ENVELOPE_COMMANDS_MAX, ENVELOPE_COMMANDS_MAX, 500]);
+        assert_eq!(packed(5, 100 * 1024).await, [2, 2, 1]);
+        assert_eq!(packed(2, ENVELOPE_BYTES_MAX).await, [1, 1], "one alone may be as large as it is");
     }
 }

@@ -1,6 +1,6 @@
 //! Connecting to NATS: the options every part of Ballast uses, and the check that the server is new enough.
 //!
-//! Not here: starting a server (`server.rs`), setting up streams (`streams.rs`). See ARCHITECTURE.md, The log.
+//! Not here: starting a server (`server.rs`), setting up streams (`streams.rs`). See ARCHITECTURE.md, The log and the fold.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! The event stream: what the fold says happened, stored in log order for orchestrators to follow.
 //!
 //! Publishing replicas store every event under its log position; repeats are filtered by the stream (two minutes) and by
-//! readers (by position). What an event says is `ballast_schemas::Event`. See ARCHITECTURE.md, Events.
+//! readers (by position). What an event says is `ballast_schemas::Event`. See ARCHITECTURE.md, The log and the fold.
 
 use std::time::{Duration, Instant};
 
@@ -271,5 +271,18 @@ impl EventReader {
                 Err(error) => tracing::warn!(subject = %message.subject, %error, "unreadable event skipped"),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_are_read_back_and_ordered_by_number_not_by_text() {
+        let read = |text: &str| EventPosition::parse(text).unwrap();
+        assert_eq!(read("57.3.1"), EventPosition { seq: 57, index: 3, n: 1 });
+        assert!(read("9.0.0") < read("10.0.0") && read("10.2.0") < read("10.10.0") && read("10.2.2") < read("10.2.10"));
+        assert_eq!(EventPosition::parse("57.3"), None);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A hint is derivable from the fold and fences nothing (the claim in the log does). Every publishing replica repeats the
 //! hint of each runnable operation every two seconds and on changes; the queue keeps one per operation and refuses doubles.
-//! See ARCHITECTURE.md, Work hints.
+//! See ARCHITECTURE.md, Operations.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Inventories over JetStream: the last one of every (node, group), published by nodes, watched by gateways and workers.
 //!
 //! What an inventory says is `ballast_schemas::NodeInventory`; when to publish is the node's business.
-//! See ARCHITECTURE.md, The three authorities.
+//! See ARCHITECTURE.md, Three authorities.
 
 use std::time::Duration;
 

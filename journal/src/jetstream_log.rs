@@ -3,7 +3,7 @@
 //! Appends are sent again under the same id while their outcome is unknown. The tail is a reader of our own: an ephemeral
 //! pull consumer with a heartbeat of one second that is made anew behind the last entry whenever anything looks wrong,
 //! because a purge is silent to a consumer and the client library's ordered consumer stalls for 15 s after a server restart.
-//! See ARCHITECTURE.md, Appending and tailing.
+//! See ARCHITECTURE.md, The log and the fold.
 
 use std::time::{Duration, Instant};
 

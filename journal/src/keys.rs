@@ -1,6 +1,6 @@
 //! The cluster's token key: 32 random bytes in the bucket `BALLAST_KEYS`, made by whoever needs it first.
 //!
-//! What the key signs is the gateway's and the nodes' business. See ARCHITECTURE.md, Transfer tokens.
+//! What the key signs is the gateway's and the nodes' business. See ARCHITECTURE.md, Guards and fences.
 
 use std::fmt;
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 //! fold the log, snapshots and trimming, work hints, events, inventories and the token key.
 //!
 //! Not here: what a command means (`ballast-workflows`), who may send one (`ballast-gateway`). The log is a small trait
-//! ([`Log`]) with a provider in memory ([`MemoryLog`]) for simulation. See ARCHITECTURE.md, The log.
+//! ([`Log`]) with a provider in memory ([`MemoryLog`]) for simulation. See ARCHITECTURE.md, The log and the fold.
 
 mod appender;
 mod connection;

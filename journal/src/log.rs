@@ -1,7 +1,7 @@
 //! The shared log as a small trait: append bytes, tail them in order, trim the front.
 //!
 //! Two providers: [`crate::JetStreamLog`] (the real one) and [`crate::MemoryLog`] (tests and simulation). What the bytes
-//! mean is the replica's business, not the log's. See ARCHITECTURE.md, The log.
+//! mean is the replica's business, not the log's. See ARCHITECTURE.md, The log and the fold.
 //!
 //! ```text
 //!   trimmed        first_seq                 last_seq   (next append)

@@ -3,7 +3,7 @@
 //! Every process that needs the management state runs one. It never decides anything by itself: total order is the lock and
 //! `ballast_workflows::fold` the only rule. It fails closed: an entry that can not be folded stops it for good, by name.
 //! Not here: packing envelopes (`appender.rs`), snapshots, trimming and ticks (`upkeep.rs`).
-//! See ARCHITECTURE.md, The shared log and the pure fold.
+//! See ARCHITECTURE.md, The log and the fold.
 
 mod error;
 mod folding;

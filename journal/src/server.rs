@@ -1,7 +1,7 @@
 //! The nats-server that Ballast runs by itself: where the binary is found, and the supervised child process.
 //!
 //! Not here: what lives in the streams (`streams.rs`) and clients of a server that somebody else runs (`connection.rs`).
-//! See ARCHITECTURE.md, The embedded NATS server.
+//! See ARCHITECTURE.md, The rooms.
 
 mod embedded;
 mod locate;

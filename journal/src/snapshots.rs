@@ -2,7 +2,7 @@
 //!
 //! A snapshot is named by the log sequence it stands at and the digest of the state; what does not read back as exactly that
 //! is refused by name, never skipped. When to write one and how far to trim is the replica's business (`upkeep.rs`).
-//! See ARCHITECTURE.md, Snapshots and restore.
+//! See ARCHITECTURE.md, The log and the fold.
 //!
 //! Bytes: `BLS` and a version byte, 32 bytes SHA-256 of the rest, then MessagePack with named fields.
 

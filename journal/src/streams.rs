@@ -2,7 +2,7 @@
 //!
 //! The log's stream is made first and carries a fresh cluster id; every other stream carries the same id. So a missing log
 //! beside streams that name a cluster is a *lost* log, not a new cluster: nothing is created and nothing deleted then.
-//! See ARCHITECTURE.md, Streams and buckets.
+//! See ARCHITECTURE.md, The log and the fold.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

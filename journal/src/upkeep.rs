@@ -1,7 +1,7 @@
 //! What a replica does for the log beside folding it: announcing itself, ticks while a deadline is pending, snapshots, trimming.
 //!
 //! Any replica may; jitter decides which does, and two at once do no harm (a tick more; snapshots named by their content).
-//! Trimming follows only verified, committed snapshots whose events are stored. See ARCHITECTURE.md, Snapshots and restore.
+//! Trimming follows only verified, committed snapshots whose events are stored. See ARCHITECTURE.md, The log and the fold.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
