@@ -43,7 +43,7 @@ impl Drop for Listeners {
 #[derive(Debug)]
 struct Table {
     contents: Mutex<Contents>,
-    /// Counts what changed: nodes that came, went or restarted, and inventories.
+    /// Counts what changed: nodes that came, went, restarted or freed memory, and inventories.
     changes: watch::Sender<u64>,
     /// Since when statuses are heard.
     listening_since: watch::Sender<Option<Instant>>,
@@ -110,7 +110,7 @@ impl Directory {
         GroupInventory { nodes: alive.map(|inventory| (inventory.node.clone(), inventory.clone())).collect() }
     }
 
-    /// Changes whenever a node came, went or restarted, or an inventory changed.
+    /// Changes whenever a node came, went, restarted or freed memory, or an inventory changed.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.table.changes.subscribe()
     }
@@ -169,6 +169,7 @@ impl Table {
                     || before.status.incarnation != heard.status.incarnation
                     || before.status.not_serving != heard.status.not_serving
                     || before.status.endpoint != heard.status.endpoint
+                    || before.status.memory_free_bytes() < heard.status.memory_free_bytes()
             }
             None => true,
         };

@@ -1,0 +1,126 @@
+//! What every verb works with: the replica, the directory of nodes, token issue, metrics; and the two ways to act on the
+//! log: submit a command, or read a state that is fresh enough.
+
+use std::time::{Duration, Instant};
+
+use ballast_journal::nodes::{Directory, NodeClient};
+use ballast_journal::{Replica, SubmitError, WaitError, fresh_command_id};
+use ballast_schemas::{
+    BallastError, ClusterId, Command, CommandId, Consistency, ErrorCode, LogPosition, ReplicaId, Reply, RequestOptions,
+    hash_prefixed,
+};
+use ballast_workflows::State;
+use serde_json::json;
+
+use crate::metrics::Metrics;
+use crate::placement::Promises;
+use crate::request::{Call, CallTenant};
+use crate::tokens::TokenIssuer;
+
+/// How long a request waits for the entry that its `min_log_seq` names.
+const MIN_LOG_SEQ_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What verbs work with.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub replica: Replica,
+    pub directory: Directory,
+    pub nodes: NodeClient,
+    pub tokens: TokenIssuer,
+    pub metrics: Metrics,
+    pub promises: Promises,
+    pub cluster_id: ClusterId,
+    pub replica_id: ReplicaId,
+    /// Bytes of one answer.
+    pub answer_bytes_max: usize,
+}
+
+impl Context {
+    /// Waits until the state is as fresh as the request wants it. For a query, a barrier when it is to be linearizable.
+    pub(crate) async fn freshen(&self, options: &RequestOptions) -> Result<(), BallastError> {
+        if let Some(seq) = options.min_log_seq {
+            self.replica.wait_for(seq, MIN_LOG_SEQ_PATIENCE).await.map_err(wait_error)?;
+        }
+        match options.consistency {
+            Consistency::Local => Ok(()),
+            Consistency::Linearizable => self.replica.barrier().await.map(drop).map_err(submit_error),
+        }
+    }
+
+    /// Looks at a state that is as fresh as the request wants it; also the sequence it reflects.
+    pub(crate) async fn read<R>(
+        &self,
+        options: &RequestOptions,
+        look: impl FnOnce(&State) -> R,
+    ) -> Result<(u64, R), BallastError> {
+        self.freshen(options).await?;
+        Ok(self.replica.read(|state| (state.log_seq(), look(state))))
+    }
+
+    /// Appends a command for a call and returns its position and what the fold answered.
+    pub(crate) async fn submit(
+        &self,
+        call: &Call,
+        options: &RequestOptions,
+        command: Command,
+    ) -> Result<(LogPosition, Reply), BallastError> {
+        let id = options.request_id.as_deref().map_or_else(fresh_command_id, |id| command_id(&call.tenant, id));
+        self.submit_as(id, command).await
+    }
+
+    /// As [`Context::submit`], for a command that the caller's own id (session, lease) makes safe to repeat and whose content
+    /// may differ between repeats.
+    pub(crate) async fn submit_afresh(&self, command: Command) -> Result<(LogPosition, Reply), BallastError> {
+        self.submit_as(fresh_command_id(), command).await
+    }
+
+    async fn submit_as(&self, id: CommandId, command: Command) -> Result<(LogPosition, Reply), BallastError> {
+        let started = Instant::now();
+        let submitted = self.replica.submit_as(id, command).await;
+        self.metrics.command_took(started.elapsed());
+        let (position, outcome) = submitted.map_err(submit_error)?;
+        Ok((position, outcome.map_err(BallastError::from)?))
+    }
+}
+
+/// The command id of a caller's request id: the same for the same tenant and id, through any gateway.
+fn command_id(tenant: &CallTenant, request_id: &str) -> CommandId {
+    let digest = hash_prefixed([tenant.name().as_bytes(), request_id.as_bytes()]);
+    // 8 + 64 visible ASCII characters are a command id; a fresh one would only lose the idempotency.
+    CommandId::new(format!("request-{digest}")).unwrap_or_else(|_| fresh_command_id())
+}
+
+/// What a caller hears of a command without an outcome.
+fn submit_error(error: SubmitError) -> BallastError {
+    let details = json!({"outcome_unknown": error.outcome_unknown()});
+    BallastError::from(error).with_details(details)
+}
+
+fn wait_error(error: WaitError) -> BallastError {
+    let message = match error {
+        WaitError::TimedOut { wanted, at, waited_ms } => {
+            format!(
+                "min_log_seq is {wanted}, but this gateway has folded {at} and nothing more came for {waited_ms} ms; give a sequence that a reply carried"
+            )
+        }
+        WaitError::Stopped(_) => error.to_string(),
+    };
+    BallastError::new(ErrorCode::Unavailable, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::TenantId;
+
+    use super::*;
+
+    #[test]
+    fn a_command_id_follows_from_tenant_and_request_id() {
+        let tenant = |name: &str| CallTenant::Named(TenantId::new(name).unwrap());
+        let id = command_id(&tenant("a"), "r");
+        assert_eq!(id, command_id(&tenant("a"), "r"));
+        assert_ne!(id, command_id(&tenant("b"), "r"));
+        assert_ne!(id, command_id(&tenant("a"), "s"));
+        assert!(id.as_str().starts_with("request-"));
+    }
+}

@@ -1,0 +1,223 @@
+//! The NATS service: every verb an endpoint of `ballast-gateway`, found by `nats micro ls` and `$SRV.INFO`, shared by all
+//! gateways through one queue group. A request gets a task of its own, a deadline, and an answer in any case.
+//!
+//! Not here: what verbs do (`verbs/`). See ARCHITECTURE.md, The gateway.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_nats::service::endpoint::Endpoint;
+use async_nats::service::{
+    NATS_SERVICE_ERROR, NATS_SERVICE_ERROR_CODE, Request as ServiceRequest, Service, ServiceExt,
+};
+use async_nats::{Client, HeaderMap, Message, Subscriber};
+use ballast_schemas::{BallastError, ErrorCode, VERBS};
+use bytes::Bytes;
+use futures::StreamExt;
+use futures::stream::{SelectAll, select_all};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::context::Context;
+use crate::request::{Answer, Call, error_body, known_verb, unknown_verb};
+use crate::verbs;
+
+/// The service's name.
+pub(crate) const SERVICE_NAME: &str = "ballast-gateway";
+/// Gateways share requests through it.
+pub(crate) const QUEUE_GROUP: &str = "ballast-gateway";
+const VERB_SUBJECTS: &str = "ballast.v1.>";
+/// What is wrong, in a header: one line, not too long for it.
+const HEADER_TEXT_CHARS_MAX: usize = 512;
+
+/// How requests are taken.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Beyond so many at once, a request is refused as UNAVAILABLE.
+    pub in_flight_max: u32,
+    /// A request is answered after this long in any case.
+    pub deadline: Duration,
+}
+
+/// The service, listening.
+pub(crate) struct Listening {
+    service: Service,
+    requests: SelectAll<Endpoint>,
+    /// Everything under `ballast.v1`, for the sake of verbs that there are not.
+    others: Subscriber,
+}
+
+impl std::fmt::Debug for Listening {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Listening")
+    }
+}
+
+/// Registers the service and its endpoints.
+pub(crate) async fn listen(client: &Client, context: &Context) -> Result<Listening, async_nats::Error> {
+    let metadata = HashMap::from([
+        ("cluster_id".to_owned(), context.cluster_id.to_string()),
+        ("replica_id".to_owned(), context.replica_id.to_string()),
+    ]);
+    let builder = client
+        .service_builder()
+        .description("Ballast: publish, find, read, move, replace and delete model weight revisions (JSON)");
+    let service =
+        builder.queue_group(QUEUE_GROUP).metadata(metadata).start(SERVICE_NAME, env!("CARGO_PKG_VERSION")).await?;
+    let mut endpoints = Vec::with_capacity(VERBS.len());
+    for verb in VERBS {
+        endpoints.push(service.endpoint_builder().name(*verb).add(format!("ballast.v1.*.{verb}")).await?);
+    }
+    let others = client.queue_subscribe(VERB_SUBJECTS, format!("{QUEUE_GROUP}-unknown")).await?;
+    Ok(Listening { service, requests: select_all(endpoints), others })
+}
+
+/// Takes requests until `stopped` resolves, then lets those under way finish for at most `patience`.
+pub(crate) async fn run(
+    listening: Listening,
+    client: Client,
+    context: Arc<Context>,
+    limits: Limits,
+    stopped: impl Future<Output = ()>,
+    patience: Duration,
+) {
+    let Listening { service, mut requests, mut others } = listening;
+    let permits = Arc::new(Semaphore::new(limits.in_flight_max as usize));
+    tokio::pin!(stopped);
+    loop {
+        tokio::select! {
+            () = &mut stopped => break,
+            request = requests.next() => match request {
+                Some(request) => take(request, &context, &permits, limits).await,
+                None => break,
+            },
+            message = others.next() => match message {
+                Some(message) => refuse_unknown(message, &client, &context).await,
+                None => break,
+            },
+        }
+    }
+    if let Err(error) = service.stop().await {
+        tracing::debug!(%error, "the service was gone already");
+    }
+    if let Err(error) = others.unsubscribe().await {
+        tracing::debug!(%error, "the connection was gone already");
+    }
+    // What the server had sent before it heard of the end is answered too.
+    let drain = async {
+        while let Some(request) = requests.next().await {
+            take(request, &context, &permits, limits).await;
+        }
+        // All permits are back when every request is answered.
+        let _ = permits.acquire_many(limits.in_flight_max).await;
+    };
+    if tokio::time::timeout(patience, drain).await.is_err() {
+        tracing::warn!("some requests were not answered before the gateway stopped");
+    }
+}
+
+/// Gives the request a task of its own, or refuses it when too many are under way.
+async fn take(request: ServiceRequest, context: &Arc<Context>, permits: &Arc<Semaphore>, limits: Limits) {
+    match Arc::clone(permits).try_acquire_owned() {
+        Ok(permit) => {
+            tokio::spawn(serve(request, Arc::clone(context), permit, limits.deadline));
+        }
+        Err(_) => {
+            let message = format!(
+                "this gateway is at work on {} requests: try again in a moment, or start another gateway",
+                limits.in_flight_max
+            );
+            respond(&request, context, Err(BallastError::new(ErrorCode::Unavailable, message))).await;
+        }
+    }
+}
+
+async fn serve(request: ServiceRequest, context: Arc<Context>, permit: OwnedSemaphorePermit, deadline: Duration) {
+    let started = Instant::now();
+    let _in_flight = context.metrics.enter();
+    let call = Call::new(&request.message.subject, request.message.payload.clone());
+    let verb = call.as_ref().map_or("?", |call| call.verb);
+    let answered = match call {
+        Ok(call) => perform_in_time(&context, &call, deadline).await,
+        Err(error) => Err(error),
+    };
+    context.metrics.answered(
+        verb,
+        answered.as_ref().map_or_else(|error| error.code.name(), |_| "OK"),
+        started.elapsed(),
+    );
+    respond(&request, &context, answered).await;
+    drop(permit);
+}
+
+/// Carries a call out, but not for longer than the deadline.
+pub(crate) async fn perform_in_time(
+    context: &Context,
+    call: &Call,
+    deadline: Duration,
+) -> Result<Answer, BallastError> {
+    tokio::time::timeout(deadline, verbs::perform(context, call)).await.unwrap_or_else(|_| {
+        let message = format!(
+            "{} was not done within {} ms; it may still happen: ask again with the same ids to learn what became of it",
+            call.verb,
+            deadline.as_millis()
+        );
+        Err(BallastError::new(ErrorCode::Unavailable, message)
+            .with_details(serde_json::json!({"outcome_unknown": true})))
+    })
+}
+
+async fn respond(request: &ServiceRequest, context: &Context, answered: Result<Answer, BallastError>) {
+    if request.message.reply.is_none() {
+        return;
+    }
+    let (headers, body) = face(context, answered);
+    if let Err(error) = request.respond_with_headers(Ok(body), headers).await {
+        tracing::warn!(subject = %request.message.subject, %error, "an answer was not sent");
+    }
+}
+
+/// Headers and body of an answer, whichever it is.
+fn face(context: &Context, answered: Result<Answer, BallastError>) -> (HeaderMap, Bytes) {
+    match answered {
+        Ok(answer) => (HeaderMap::new(), answer.body),
+        Err(error) => (error_headers(&error), error_body(&error, context.replica.log_seq())),
+    }
+}
+
+fn error_headers(error: &BallastError) -> HeaderMap {
+    let line: String =
+        error.to_string().chars().take(HEADER_TEXT_CHARS_MAX).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let mut headers = HeaderMap::new();
+    headers.insert(NATS_SERVICE_ERROR, line.as_str());
+    headers.insert(NATS_SERVICE_ERROR_CODE, error.code.number().to_string().as_str());
+    headers
+}
+
+/// Answers what is no verb's subject; the endpoints answer the rest.
+async fn refuse_unknown(message: Message, client: &Client, context: &Context) {
+    let tokens: Vec<&str> = message.subject.split('.').collect();
+    if let [_, _, _, verb] = tokens.as_slice()
+        && known_verb(verb).is_some()
+    {
+        return;
+    }
+    let Some(to) = message.reply else { return };
+    let error = unknown_verb(tokens.get(3..).unwrap_or_default().join(".").as_str());
+    let (headers, body) = (error_headers(&error), error_body(&error, context.replica.log_seq()));
+    if let Err(error) = client.publish_with_headers(to, headers, body).await {
+        tracing::debug!(%error, "an unknown verb was not answered");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_in_a_header_is_one_line() {
+        let headers = error_headers(&BallastError::invalid("first\r\nsecond"));
+        assert_eq!(headers.get(NATS_SERVICE_ERROR).unwrap().as_str(), "INVALID_ARGUMENT: first  second");
+        assert_eq!(headers.get(NATS_SERVICE_ERROR_CODE).unwrap().as_str(), "1");
+    }
+}

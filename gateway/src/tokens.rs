@@ -1,0 +1,38 @@
+//! Issues transfer tokens: what a caller shows to nodes so that they open their doors to one instance's bytes.
+//!
+//! The signature is the transfer crate's; the key comes from the cluster's bucket. A token's time is the wall clock's, with much
+//! slack: whether bytes read under it count is decided by the lease in the log. See ARCHITECTURE.md, Transfer tokens.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ballast_journal::TokenKey;
+use ballast_schemas::{InstanceId, TokenClaims, TokenRight};
+
+/// Beyond the lease or session: renewals bring no new token, and clocks differ.
+const SLACK: Duration = Duration::from_secs(3600);
+
+/// Signs tokens with the cluster's key.
+#[derive(Debug, Clone)]
+pub(crate) struct TokenIssuer {
+    key: TokenKey,
+}
+
+impl TokenIssuer {
+    pub(crate) fn new(key: TokenKey) -> Self {
+        Self { key }
+    }
+
+    /// The key itself, for nodes that introduce themselves.
+    pub(crate) fn key(&self) -> &TokenKey {
+        &self.key
+    }
+
+    /// A token for `right` on `instance`, on behalf of the lease or session `subject` that lasts `ttl_ms`.
+    pub(crate) fn issue(&self, instance: &InstanceId, right: TokenRight, subject: &str, ttl_ms: u64) -> String {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let end = now.saturating_add(Duration::from_millis(ttl_ms)).saturating_add(SLACK);
+        let expires_unix_ms = u64::try_from(end.as_millis()).unwrap_or(u64::MAX);
+        let claims = TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), expires_unix_ms };
+        ballast_transfer::token::sign(&claims, self.key.as_bytes())
+    }
+}

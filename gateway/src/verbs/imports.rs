@@ -1,0 +1,250 @@
+//! Import sessions: begin (and place), renew, commit, abort. The client moves the bytes to the node by itself; the gateway
+//! takes the proof that they are there from the node, never from the client.
+
+use std::time::Duration;
+
+use ballast_schemas::{
+    AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, ClaimPhase, Command,
+    CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, InstanceId, ManifestRef, NodeEndpoint, NodeId,
+    Receipt, RenewImport, Reply, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest, TokenRight,
+    UpsertMode,
+};
+use ballast_workflows::State;
+use serde_json::json;
+
+use super::{answer_with, checks, revisions, unexpected};
+use crate::context::Context;
+use crate::placement::place;
+use crate::request::{Answer, Call};
+
+/// How long a node is waited for that should be there: two of its statuses.
+const NODE_PATIENCE: Duration = Duration::from_secs(3);
+
+pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<BeginImportRequest>()?;
+    call.check_tenant(&request.body.identity)?;
+    checks::begin_import(&request.body)?;
+    context.freshen(&request.options).await?;
+    let placement = placement_of(context, &request.body).await?;
+    let BeginImportRequest {
+        identity,
+        session_id,
+        ttl_ms,
+        policy,
+        placement_digest,
+        logical_bytes,
+        reserved_bytes: _,
+        unit_count,
+    } = request.body;
+    let command =
+        BeginImport { identity, session_id, ttl_ms, policy, placement_digest, placement, logical_bytes, unit_count };
+    // The session id makes it safe to repeat; the placement may differ then, so the caller's request id would only be in the way.
+    let (position, reply) = context.submit_afresh(Command::BeginImport(command)).await?;
+    let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
+    let endpoints = endpoints_of(context, &session).await?;
+    let token =
+        context.tokens.issue(&session.instance, TokenRight::Import, session.session_id.as_str(), session.ttl_ms);
+    Answer::new(position.seq, &BeginImportReply { session: *session, endpoints, token })
+}
+
+/// The nodes that take the import. What the fold refuses anyway is not held up by a lack of room: then its own placement will do.
+async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result<Vec<NodeId>, BallastError> {
+    let identity = &request.identity;
+    let (refused_anyway, watermark) =
+        context.replica.read(|state| (standing_placement(state, identity), state.watermark(&identity.lineage())));
+    if let Some(placement) = refused_anyway {
+        return Ok(placement);
+    }
+    // A watermark never goes back, so no later state would take this generation either.
+    if identity.weight_generation <= watermark {
+        let message = format!(
+            "generation {} of lineage {} is not above the watermark {watermark}; publish a higher generation",
+            identity.weight_generation,
+            identity.lineage()
+        );
+        return Err(BallastError::new(ErrorCode::Conflict, message).with_details(json!({ "watermark": watermark })));
+    }
+    context.directory.settled().await;
+    let choose = || {
+        place(
+            &context.directory.nodes(),
+            &context.cluster_id,
+            &identity.group_id(),
+            request.reserved_bytes,
+            &context.promises,
+        )
+    };
+    let chosen = match choose() {
+        // Nodes fall silent together when the server restarts, and memory that was freed shows with the next status.
+        Err(no_place) if no_place.may_pass => {
+            let later = context.directory.wait_for(NODE_PATIENCE, |_| choose().ok()).await;
+            later.map_or_else(choose, Ok)
+        }
+        chosen => chosen,
+    };
+    chosen.map(|node| vec![node]).map_err(|no_place| no_place.error)
+}
+
+/// Nodes for an import that finds its own session, or that the fold refuses as the state is now: because of what stands there,
+/// or of a replacement under way. Room matters to neither, and a lack of it must not hide the answer.
+fn standing_placement(state: &State, identity: &RevisionIdentity) -> Option<Vec<NodeId>> {
+    let placement = |identity: &RevisionIdentity| state.revision(identity).map(|record| record.placement.clone());
+    if state.revision(identity).is_some_and(|record| record.availability != Availability::Deleted) {
+        return placement(identity);
+    }
+    let claim = state.claim(&identity.lineage()).filter(|claim| !claim.phase.is_terminal())?;
+    let has_to_wait =
+        claim.target != *identity || (claim.mode == UpsertMode::DeleteFirst && claim.phase == ClaimPhase::DeletingBase);
+    if has_to_wait { placement(&claim.base) } else { None }
+}
+
+/// Where the session's nodes listen; every one of them must live.
+async fn endpoints_of(context: &Context, session: &ImportSession) -> Result<Vec<NodeEndpoint>, BallastError> {
+    let all = |endpoints: &Vec<NodeEndpoint>| endpoints.len() == session.placement.len();
+    let found = context
+        .directory
+        .wait_for(NODE_PATIENCE, |directory| Some(directory.endpoints(&session.placement)).filter(all))
+        .await;
+    found.ok_or_else(|| {
+        let silent: Vec<&str> = session.placement.iter().filter(|node| context.directory.node(node).is_none()).map(NodeId::as_str).collect();
+        let message = format!(
+            "session {} of {} goes to {}, which does not answer: start its transfer worker, or abort the import and begin another",
+            session.session_id,
+            session.identity,
+            silent.join(", ")
+        );
+        BallastError::new(ErrorCode::Unavailable, message)
+    })
+}
+
+pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<SessionRequest>()?;
+    let SessionRequest { identity, session_id } = request.body;
+    call.check_tenant(&identity)?;
+    // Not under the caller's id: every renewal counts from its own entry.
+    let (position, reply) = context.submit_afresh(Command::RenewImport(RenewImport { identity, session_id })).await?;
+    let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
+    Answer::new(position.seq, &SessionReply { session: *session })
+}
+
+pub(super) async fn abort(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<SessionRequest>()?;
+    let SessionRequest { identity, session_id } = request.body;
+    call.check_tenant(&identity)?;
+    let command = Command::AbortImport(AbortImport { identity, session_id });
+    let (position, reply) = context.submit(call, &request.options, command).await?;
+    answer_with(position, reply)
+}
+
+pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<CommitImportRequest>()?;
+    let CommitImportRequest { identity, session_id, manifest_sha256 } = request.body;
+    call.check_tenant(&identity)?;
+    let look = |state: &State| (state.revision(&identity).cloned(), state.import(&identity).cloned());
+    let (log_seq, (record, session)) = context.read(&request.options, look).await?;
+    let record = record.ok_or_else(|| revisions::not_found(&identity))?;
+    if let Some(manifest) = &record.manifest {
+        // Committed before: a repeat hears the result again.
+        return match manifest.sha256 == manifest_sha256 && record.availability == Availability::Ready {
+            true => Answer::new(log_seq, &RevisionReply { revision: record }),
+            false => Err(committed_otherwise(&identity, record.availability, manifest.sha256, manifest_sha256)),
+        };
+    }
+    match session {
+        Some(session) if session.session_id == session_id => {}
+        Some(session) => {
+            let message =
+                format!("revision {identity} is being imported by session {}, not by {session_id}", session.session_id);
+            return Err(BallastError::new(ErrorCode::Conflict, message));
+        }
+        None => {
+            let message = format!(
+                "the import session of revision {identity} has ended ({}); begin a new import",
+                record.availability
+            );
+            return Err(BallastError::new(ErrorCode::LeaseExpired, message));
+        }
+    }
+    let mut receipts = Vec::with_capacity(record.placement.len());
+    for node in &record.placement {
+        let receipt = context.nodes.receipt(node, &record.instance, &session_id).await?;
+        check_receipt(&receipt, node, &record.instance, &session_id, &identity, manifest_sha256)?;
+        receipts.push(receipt);
+    }
+    let manifest = agreed(&receipts)?;
+    let command = CommitImport { identity, session_id, manifest, receipts };
+    // The receipts may differ between repeats (a node restarted), so the caller's request id would only be in the way.
+    let (position, reply) = context.submit_afresh(Command::CommitImport(command)).await?;
+    answer_with(position, reply)
+}
+
+fn committed_otherwise(
+    identity: &RevisionIdentity,
+    availability: Availability,
+    expected: Digest,
+    found: Digest,
+) -> BallastError {
+    let message = match availability {
+        Availability::Ready | Availability::Degraded => {
+            format!(
+                "{identity} is published with manifest {expected}, not {found}: a revision never changes, import the next generation"
+            )
+        }
+        other => format!("{identity} is {other}: its import was committed before; import the next generation"),
+    };
+    BallastError::new(ErrorCode::Conflict, message)
+        .with_details(json!({ "expected_sha256": expected, "found_sha256": found }))
+}
+
+/// Whether the receipt is the node's own, of this import, and for the manifest that the importer means.
+fn check_receipt(
+    receipt: &Receipt,
+    node: &NodeId,
+    instance: &InstanceId,
+    session_id: &SessionId,
+    identity: &RevisionIdentity,
+    sha256: Digest,
+) -> Result<(), BallastError> {
+    let wrong = |what: &str, expected: &dyn std::fmt::Display, found: &dyn std::fmt::Display| {
+        let message =
+            format!("the receipt of node {node} names {what} {found}, expected {expected}: seal the import again");
+        Err(BallastError::new(ErrorCode::ChecksumMismatch, message))
+    };
+    let manifest = &receipt.manifest;
+    if receipt.node != *node {
+        return wrong("node", node, &receipt.node);
+    }
+    if receipt.instance != *instance {
+        return wrong("instance", instance, &receipt.instance);
+    }
+    if receipt.session_id != *session_id {
+        return wrong("session", session_id, &receipt.session_id);
+    }
+    if manifest.sha256 != sha256 {
+        return wrong("manifest", &sha256, &manifest.sha256);
+    }
+    if manifest.key != identity.manifest_key() {
+        return wrong("manifest key", &identity.manifest_key(), &manifest.key);
+    }
+    if manifest.group_id != instance.group_id {
+        return wrong("group", &instance.group_id, &manifest.group_id);
+    }
+    Ok(())
+}
+
+/// The manifest reference that every receipt names.
+fn agreed(receipts: &[Receipt]) -> Result<ManifestRef, BallastError> {
+    let Some(first) = receipts.first() else {
+        return Err(BallastError::new(ErrorCode::NotReady, "the import was placed on no node: begin it again"));
+    };
+    match receipts.iter().find(|other| other.manifest != first.manifest || other.layout_digest != first.layout_digest) {
+        Some(other) => {
+            let message = format!(
+                "nodes {} and {} sealed different manifests: abort the import and begin it again",
+                first.node, other.node
+            );
+            Err(BallastError::new(ErrorCode::Conflict, message))
+        }
+        None => Ok(first.manifest.clone()),
+    }
+}

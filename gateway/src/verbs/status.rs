@@ -1,0 +1,31 @@
+//! `status`: the cluster, this replica, and how many of everything there are.
+
+use ballast_schemas::{BallastError, StatusReply, StatusRequest};
+
+use crate::context::Context;
+use crate::request::{Answer, Call};
+
+pub(super) async fn status(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<StatusRequest>()?;
+    context.freshen(&request.options).await?;
+    context.directory.settled().await;
+    let nodes = context.directory.nodes();
+    let reply = context.replica.read(|state| {
+        let counts = state.counts();
+        StatusReply {
+            cluster_id: context.cluster_id.to_string(),
+            incarnation: state.cluster().map_or(0, |cluster| cluster.incarnation),
+            replica_id: context.replica_id.to_string(),
+            folded_seq: state.log_seq(),
+            revisions: counts
+                .revisions
+                .iter()
+                .map(|(availability, count)| (availability.name().to_owned(), *count))
+                .collect(),
+            active_operations: counts.active_operations,
+            active_leases: counts.active_leases,
+            nodes,
+        }
+    });
+    Answer::new(reply.folded_seq, &reply)
+}
