@@ -20,8 +20,8 @@ pub const PROTOCOL_VERSION: u32 = 1;
 pub const HEADER_BYTES_MAX: u32 = 4 * 1024 * 1024;
 /// Payload bytes of one `Write` request and of one `Data` response.
 pub const DATA_BYTES_MAX: u64 = 8 * 1024 * 1024;
-/// Payload bytes of one `Seal` request: manifest, affinity index and checksums together.
-pub const SEAL_BYTES_MAX: u64 = 512 * 1024 * 1024;
+/// Bytes of one manifest or affinity index.
+pub const DOCUMENT_BYTES_MAX: u64 = 512 * 1024 * 1024;
 /// Ranges in one `ReadRanges` or `WriteFd` request.
 pub const RANGES_MAX: usize = 65_536;
 /// Descriptors in one `Segments` response.
@@ -85,18 +85,13 @@ pub enum Request {
         /// What goes where.
         ranges: Vec<SourceRange>,
     },
-    /// Ends the import. Payload: manifest, affinity index, then each unit's CRC-64/NVME as a little-endian u64.
-    Seal {
-        /// Length of the manifest at the start of the payload, in bytes.
-        manifest_bytes: u64,
-        /// Length of the affinity index after it, in bytes.
-        affinity_bytes: u64,
-    },
+    /// Ends the import: the node checks every unit against the manifest, which is the payload.
+    Seal,
     /// Asks what the node holds.
     Describe,
     /// Asks for the manifest's bytes.
     ReadManifest,
-    /// Asks for the affinity index's bytes.
+    /// Asks for the affinity index, as MessagePack.
     ReadAffinity,
     /// Reads ranges, in the order given; bytes come from memory where the unit is hot and from disk otherwise.
     ReadRanges {
@@ -147,6 +142,8 @@ pub enum Response {
     Allocated {
         /// Bytes of memory that the instance now has reserved, units rounded up to 4 KiB.
         reserved_bytes: u64,
+        /// Whether the import has already ended; nothing needs to be written then.
+        sealed: bool,
     },
     /// To `Write` and `WriteFd`.
     Written {

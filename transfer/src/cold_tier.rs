@@ -20,7 +20,7 @@ use crate::budget::{Budget, CapacityExhausted, Charge, Usage};
 use crate::checksum::RunningChecksum;
 use crate::cold_engine::{Answer, ColdEngine, EngineChoice, IoDone, IoKind, IoMemory, IoRequest, start};
 use crate::error::Mismatch;
-use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, space, sync_folder};
+use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, space, sync_folder, used_bytes};
 use crate::layout::{GroupLayout, Run, UNIT_ALIGN_BYTES};
 use crate::memory_tier::{MemorySegments, segment_file};
 use crate::segment::{Mapping, take_room};
@@ -158,7 +158,7 @@ impl ColdTier {
         let folder = Folder::open(FolderOptions { what: "cold", flag: FLAG, path, durable: true }, node, incarnation)?;
         let direct = probe_direct(path)?;
         let engine = start(options.engine).map_err(ColdTierError::Engine)?;
-        let available = space(path)?.free_bytes;
+        let available = space(path)?.free_bytes + used_bytes(&folder.instances())?;
         let quota_bytes = options.quota_bytes.unwrap_or(available);
         let report = ColdReport { folder: path.clone(), quota_bytes, engine: engine.describe(), direct };
         Ok(Self {

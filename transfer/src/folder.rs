@@ -288,6 +288,18 @@ pub fn space(path: &Path) -> Result<Space, PathError> {
     Ok(Space { total_bytes: stat.f_blocks * stat.f_frsize, free_bytes: stat.f_bavail * stat.f_frsize })
 }
 
+/// Bytes of disk or memory that the files below a folder take.
+pub(crate) fn used_bytes(path: &Path) -> Result<u64, PathError> {
+    use std::os::unix::fs::MetadataExt;
+    let mut bytes = 0;
+    for entry in fs::read_dir(path).on("list", path)? {
+        let entry = entry.on("list", path)?;
+        let metadata = entry.metadata().on("look at", path)?;
+        bytes += if metadata.is_dir() { used_bytes(&entry.path())? } else { metadata.blocks() * 512 };
+    }
+    Ok(bytes)
+}
+
 /// Replaces a file by new content, so that after a crash at any moment it holds either the old or the new.
 ///
 /// # Errors

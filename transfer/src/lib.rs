@@ -3,16 +3,25 @@
 
 mod budget;
 mod checksum;
+mod client_end;
 mod cold_engine;
 mod cold_tier;
 mod error;
 mod folder;
 mod guard;
 mod layout;
+mod mapped;
 mod memory_tier;
+mod node_store;
 mod record;
 mod segment;
+mod sending;
+mod server;
+#[cfg(test)]
+mod testing;
 mod tmpfs;
+mod token;
+mod wire;
 
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
 pub use checksum::{RunningChecksum, checksum};
@@ -23,4 +32,14 @@ pub use memory_tier::{HugePages, MemoryOptions, MemoryReport, MemoryTierError};
 pub use folder::{FolderError, FolderIdentity, PathError, Space};
 pub use guard::{FenceRefused, FenceStep, NoWitness, UnitStates, check_fence};
 pub use layout::{Extent, GroupLayout, LayoutError, Run, SEGMENT_BYTES_MAX, UNIT_ALIGN_BYTES};
+pub use node_store::{
+    Adoption, Allocated, ColdPiece, DamagedFolder, GrantedSegments, HotPiece, InstanceReader, NodeStore, NodeStoreOptions,
+    NodeUsage, OpenError,
+};
 pub use record::RecordError;
+pub use client_end::{
+    ConnectOptions, NodeConnection, Route, TransferError, Transport, host_id, read_ranges_side_by_side,
+};
+pub use mapped::{MapError, MappedInstance, UnitView};
+pub use server::{BindError, DataPlane, DataPlaneOptions};
+pub use token::{TOKEN_KEY_BYTES, TOKEN_LEEWAY_MS, TokenError, TokenGate, TokenKey, TokenKeyError};

@@ -11,7 +11,7 @@ use ballast_schemas::{InstanceId, NodeId};
 use uuid::Uuid;
 
 use crate::budget::{Budget, CapacityExhausted, Charge, Usage};
-use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, remove_folder, space};
+use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, remove_folder, space, used_bytes};
 use crate::layout::GroupLayout;
 use crate::segment::{Segment, lock_out_readers};
 use crate::tmpfs;
@@ -284,18 +284,6 @@ fn prepare_mount(path: &Path, budget_bytes: u64, huge_pages: HugePages) -> Resul
         }
         Err(error) => Ok(Some(format!("can not mount a huge=advise tmpfs: {error}"))),
     }
-}
-
-/// Bytes that the files below a folder take.
-fn used_bytes(path: &Path) -> Result<u64, PathError> {
-    use std::os::unix::fs::MetadataExt;
-    let mut bytes = 0;
-    for entry in fs::read_dir(path).on("list", path)? {
-        let entry = entry.on("list", path)?;
-        let metadata = entry.metadata().on("look at", path)?;
-        bytes += if metadata.is_dir() { used_bytes(&entry.path())? } else { metadata.blocks() * 512 };
-    }
-    Ok(bytes)
 }
 
 /// The name of an instance's folder, on both tiers: the group's digest and the log position.

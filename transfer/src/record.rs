@@ -4,7 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ballast_schemas::{Bitmap, InstanceId, LogPosition, ManifestRef, SessionId};
+use ballast_schemas::{AffinityIndex, Bitmap, InstanceId, LogPosition, ManifestRef, SessionId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -105,8 +105,8 @@ pub(crate) struct SealRecord {
     pub session_id: SessionId,
     /// What the manifest says of itself.
     pub manifest: ManifestRef,
-    /// Each unit's CRC-64/NVME, computed by the node.
-    pub checksums: Vec<u64>,
+    /// The units, with the checksums that the node found to be right.
+    pub affinity: AffinityIndex,
 }
 
 /// What changes: which units this tier holds, and the highest fence.

@@ -203,6 +203,12 @@ impl Segment {
         &self.file
     }
 
+    /// Bytes of memory that the file takes.
+    pub(crate) fn taken_bytes(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        self.file.metadata().map_or(self.bytes, |metadata| metadata.blocks() * 512)
+    }
+
     /// Takes room for a range, so that no later access can meet a full file system (which would be SIGBUS). On a
     /// huge-page tmpfs, faulting is what makes huge pages, so whole ones are faulted in and only the edges allocated.
     pub(crate) fn take_room(&self, range: &Range<u64>) -> io::Result<()> {

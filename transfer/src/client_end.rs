@@ -1,0 +1,614 @@
+//! The client's end of the data plane: a connection to one node for one instance, over the Unix socket of the same host
+//! or TCP, with a typed call for each request (see ARCHITECTURE.md, Transfer protocol). Leases, manifests and plans are
+//! the client crate's matter.
+
+use std::fs::File;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_schemas::frame::{
+    DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, Description, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request,
+    RequestHeader, Response, ResponseHeader, SourceRange,
+};
+use ballast_schemas::{AffinityIndex, BallastError, Digest, ErrorCode, NodeEndpoint, NodeId, Receipt};
+use bytes::Bytes;
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::layout::{GroupLayout, LayoutError};
+use crate::mapped::{MapError, MappedInstance};
+use crate::node_store::Allocated;
+use crate::wire::{Socket, Wire, WireError};
+
+/// Bytes of one `Write` frame.
+const WRITE_BYTES: u64 = DATA_BYTES_MAX / 2;
+/// Bytes of one `WriteFd` request: an answer, and so progress, every fraction of a second.
+const WRITE_FD_BYTES: u64 = 256 << 20;
+/// Frames sent ahead of their answers.
+const WRITES_AHEAD: usize = 4;
+
+/// How a connection may be made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Route {
+    /// The Unix socket when the node is on this host and it can be reached, TCP otherwise.
+    #[default]
+    Best,
+    /// The Unix socket or nothing.
+    Unix,
+    /// TCP or nothing.
+    Tcp,
+}
+
+/// What a connection runs over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// A Unix socket, which passes descriptors: segments can be mapped.
+    Unix,
+    /// TCP.
+    Tcp,
+}
+
+/// How to connect.
+#[derive(Clone, Debug)]
+pub struct ConnectOptions {
+    /// Which way.
+    pub route: Route,
+    /// Longest time without progress while bytes move or an answer is awaited that needs no long work.
+    pub stall: Duration,
+    /// Longest wait for an answer that may need long work on the node: a seal that checks every byte.
+    pub patience: Duration,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> Self {
+        Self { route: Route::Best, stall: Duration::from_secs(30), patience: Duration::from_secs(600) }
+    }
+}
+
+/// Why a transfer failed.
+#[derive(Debug, thiserror::Error)]
+pub enum TransferError {
+    /// The node refused, and says why. The connection can be used further.
+    #[error(transparent)]
+    Refused(#[from] BallastError),
+    /// The node could not be reached on any way tried.
+    #[error("node {node} can not be reached: {tried}")]
+    Unreachable {
+        /// The node.
+        node: NodeId,
+        /// What was tried, and how it failed.
+        tried: String,
+    },
+    /// The connection broke or stalled; whether the last request was carried out is not known.
+    #[error("the connection to node {node} broke: {reason}")]
+    Broken {
+        /// The node.
+        node: NodeId,
+        /// How.
+        reason: String,
+    },
+    /// The node answered something that does not belong to the request.
+    #[error("node {node} breaks the transfer protocol: {reason}")]
+    Protocol {
+        /// The node.
+        node: NodeId,
+        /// How.
+        reason: String,
+    },
+    /// The source of an upload can not be read.
+    #[error("the source can not be read at byte {offset}: {source}")]
+    Source {
+        /// Where.
+        offset: u64,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The sizes have no layout.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// Mapped segments can not be used.
+    #[error(transparent)]
+    Map(#[from] MapError),
+}
+
+impl TransferError {
+    /// The code that a caller sees.
+    #[must_use]
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::Refused(error) => error.code,
+            Self::Unreachable { .. } | Self::Broken { .. } | Self::Protocol { .. } => ErrorCode::Unavailable,
+            Self::Source { .. } | Self::Layout(_) => ErrorCode::InvalidArgument,
+            Self::Map(error) => error.code(),
+        }
+    }
+
+    /// Whether another replica, or the same node a little later, may do better.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        matches!(self.code(), ErrorCode::Unavailable | ErrorCode::Busy | ErrorCode::NotReady)
+    }
+
+    /// Whether the last request may have been carried out although it failed.
+    #[must_use]
+    pub fn outcome_unknown(&self) -> bool {
+        matches!(self, Self::Broken { .. } | Self::Protocol { .. })
+    }
+}
+
+impl From<TransferError> for BallastError {
+    fn from(error: TransferError) -> Self {
+        match error {
+            TransferError::Refused(error) => error,
+            other => BallastError::new(other.code(), other.to_string()),
+        }
+    }
+}
+
+/// The id of this host: equal ids of node and client mean that the node's Unix socket may be reachable.
+///
+/// # Errors
+/// When the system does not tell.
+pub fn host_id() -> std::io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+/// A connection to one node for one instance. Calls go one after the other; several connections go side by side.
+#[derive(Debug)]
+pub struct NodeConnection {
+    wire: Wire,
+    hello: HelloReply,
+    options: ConnectOptions,
+}
+
+impl NodeConnection {
+    /// Connects and says hello with a token.
+    ///
+    /// # Errors
+    /// When no way leads to the node, it refuses the token, or it is another node than expected.
+    pub async fn connect(endpoint: &NodeEndpoint, token: &str, options: &ConnectOptions) -> Result<Self, TransferError> {
+        let node = &endpoint.node;
+        let mut tried = Vec::new();
+        let same_host = host_id().is_ok_and(|host| host == endpoint.host_id);
+        let unix = endpoint.unix_socket.as_ref().filter(|_| match options.route {
+            Route::Best => same_host,
+            Route::Unix => true,
+            Route::Tcp => false,
+        });
+        if let Some(path) = unix {
+            match in_time(options.stall, UnixStream::connect(PathBuf::from(path))).await {
+                Ok(socket) => return Self::greet(Socket::Unix(socket), node, token, options).await,
+                Err(error) => tried.push(format!("{path}: {error}")),
+            }
+        }
+        if let Some(address) = endpoint.tcp.as_ref().filter(|_| options.route != Route::Unix) {
+            match in_time(options.stall, TcpStream::connect(address)).await {
+                Ok(socket) => {
+                    // Answers are small and awaited; a socket without the option still works.
+                    let _ = socket.set_nodelay(true);
+                    return Self::greet(Socket::Tcp(socket), node, token, options).await;
+                }
+                Err(error) => tried.push(format!("{address}: {error}")),
+            }
+        }
+        let tried = if tried.is_empty() { "it has no address for this route".to_owned() } else { tried.join("; ") };
+        Err(TransferError::Unreachable { node: node.clone(), tried })
+    }
+
+    async fn greet(socket: Socket, node: &NodeId, token: &str, options: &ConnectOptions) -> Result<Self, TransferError> {
+        let wire = Wire::new(socket, options.stall);
+        let broken = |error: WireError| TransferError::Broken { node: node.clone(), reason: error.to_string() };
+        let protocol = |reason: String| TransferError::Protocol { node: node.clone(), reason };
+        let mut wire = wire;
+        let body = Request::Hello { protocol: PROTOCOL_VERSION, token: token.to_owned() };
+        wire.write_frame(&RequestHeader { payload_bytes: 0, descriptors: 0, body }, &[], &[]).await.map_err(broken)?;
+        let header: ResponseHeader = wire.read_header(options.stall).await.map_err(broken)?;
+        match header.body {
+            Response::Hello(hello) if hello.node == *node => Ok(Self { wire, hello, options: options.clone() }),
+            Response::Hello(hello) => Err(protocol(format!("node {} answers there", hello.node))),
+            Response::Error(error) => Err(error.into()),
+            other => Err(protocol(format!("unexpected answer to hello: {}", name(&other)))),
+        }
+    }
+
+    /// What the node said to hello.
+    #[must_use]
+    pub fn hello(&self) -> &HelloReply {
+        &self.hello
+    }
+
+    /// What the connection runs over.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        if self.wire.is_unix() { Transport::Unix } else { Transport::Tcp }
+    }
+
+    /// Goes on under a newer token for the same instance.
+    ///
+    /// # Errors
+    /// When the node refuses it.
+    pub async fn renew(&mut self, token: &str) -> Result<(), TransferError> {
+        let body = Request::Hello { protocol: PROTOCOL_VERSION, token: token.to_owned() };
+        match self.call(body, &[], &[], self.options.stall).await?.body {
+            Response::Hello(hello) => {
+                self.hello = hello;
+                Ok(())
+            }
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Reserves memory for units of these sizes.
+    ///
+    /// # Errors
+    /// `CAPACITY_EXHAUSTED` with numbers when there is no room; otherwise when the node refuses.
+    pub async fn allocate(&mut self, unit_sizes: &[u64]) -> Result<Allocated, TransferError> {
+        let layout = GroupLayout::new(unit_sizes)?;
+        let payload: Vec<u8> = unit_sizes.iter().flat_map(|size| size.to_le_bytes()).collect();
+        let body = Request::Allocate { unit_count: layout.unit_count(), layout_digest: layout.digest() };
+        match self.call(body, &[&payload], &[], self.options.stall).await?.body {
+            Response::Allocated { reserved_bytes, sealed } => Ok(Allocated { reserved_bytes, sealed }),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Writes bytes into a unit.
+    ///
+    /// # Errors
+    /// When the node refuses, or the connection breaks; some of the bytes may be written then.
+    pub async fn write(&mut self, unit: u32, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+        let mut ahead = 0;
+        let mut failure = None;
+        for (index, piece) in bytes.chunks(WRITE_BYTES as usize).enumerate() {
+            let body = Request::Write { unit, offset: offset + index as u64 * WRITE_BYTES };
+            self.send(body, &[piece], &[]).await?;
+            ahead += 1;
+            if ahead > WRITES_AHEAD {
+                ahead -= 1;
+                failure = self.written(self.options.stall).await?.or(failure);
+                if failure.is_some() {
+                    break;
+                }
+            }
+        }
+        for _ in 0..ahead {
+            let next = self.written(self.options.stall).await?;
+            failure = failure.or(next);
+        }
+        failure.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// One answer to a write; a refusal is a value, so that the other answers are still read.
+    async fn written(&mut self, wait: Duration) -> Result<Option<BallastError>, TransferError> {
+        match self.answer(wait).await {
+            Ok(ResponseHeader { body: Response::Written { .. }, .. }) => Ok(None),
+            Ok(other) => Err(self.unexpected(&other.body)),
+            Err(TransferError::Refused(error)) => Ok(Some(error)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes ranges of a regular file or memfd into units: on the same host the node copies them itself, over TCP they
+    /// are read here and sent. `progress` is told the bytes of each step.
+    ///
+    /// # Errors
+    /// When the node refuses, the source can not be read, or the connection breaks; some may be written then.
+    pub async fn write_from_file(
+        &mut self,
+        source: BorrowedFd<'_>,
+        ranges: &[SourceRange],
+        mut progress: impl FnMut(u64),
+    ) -> Result<(), TransferError> {
+        if self.wire.is_unix() {
+            for batch in batches(ranges) {
+                let bytes = batch.iter().map(|range| range.bytes).sum();
+                match self.call(Request::WriteFd { ranges: batch }, &[], &[source], self.options.patience).await?.body {
+                    Response::Written { .. } => progress(bytes),
+                    other => return Err(self.unexpected(&other)),
+                }
+            }
+            return Ok(());
+        }
+        let failed = |offset, source| TransferError::Source { offset, source };
+        let source = Arc::new(File::from(source.try_clone_to_owned().map_err(|error| failed(0, error))?));
+        let mut ahead = std::collections::VecDeque::new();
+        let mut failure = None;
+        let mut pieces = ranges.iter().flat_map(|range| split(range, WRITE_BYTES));
+        loop {
+            let piece = if failure.is_none() { pieces.next() } else { None };
+            if let Some(piece) = &piece {
+                let (file, offset) = (source.clone(), piece.source_offset);
+                let mut buffer = vec![0; piece.bytes as usize];
+                let read = tokio::task::spawn_blocking(move || file.read_exact_at(&mut buffer, offset).map(|()| buffer));
+                let read = read.await.map_err(|error| failed(offset, std::io::Error::other(error)))?;
+                let buffer = read.map_err(|error| failed(offset, error))?;
+                self.send(Request::Write { unit: piece.unit, offset: piece.unit_offset }, &[&buffer], &[]).await?;
+                ahead.push_back(piece.bytes);
+            }
+            if ahead.len() > WRITES_AHEAD || piece.is_none() {
+                let Some(bytes) = ahead.pop_front() else { break };
+                match self.written(self.options.stall).await? {
+                    None => progress(bytes),
+                    Some(error) => failure = failure.or(Some(error)),
+                }
+            }
+        }
+        failure.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Ends the import: the node checks every unit against the manifest.
+    ///
+    /// # Errors
+    /// `CHECKSUM_MISMATCH` naming units that differ (they can be written again); otherwise when the node refuses.
+    pub async fn seal(&mut self, manifest: &[u8]) -> Result<Receipt, TransferError> {
+        match self.call(Request::Seal, &[manifest], &[], self.options.patience).await?.body {
+            Response::Sealed(receipt) => Ok(receipt),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// What the node holds at this moment.
+    ///
+    /// # Errors
+    /// When the node refuses.
+    pub async fn describe(&mut self) -> Result<Description, TransferError> {
+        match self.call(Request::Describe, &[], &[], self.options.stall).await?.body {
+            Response::Described(description) => Ok(description),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// The manifest's bytes, as the node has them: compare their SHA-256 with the metadata's.
+    ///
+    /// # Errors
+    /// When the node refuses.
+    pub async fn read_manifest(&mut self) -> Result<Bytes, TransferError> {
+        self.document(Request::ReadManifest).await
+    }
+
+    /// The affinity index.
+    ///
+    /// # Errors
+    /// When the node refuses.
+    pub async fn read_affinity(&mut self) -> Result<AffinityIndex, TransferError> {
+        let bytes = self.document(Request::ReadAffinity).await?;
+        rmp_serde::from_slice(&bytes).map_err(|error| self.protocol(error.to_string()))
+    }
+
+    async fn document(&mut self, request: Request) -> Result<Bytes, TransferError> {
+        let header = self.call(request, &[], &[], self.options.stall).await?;
+        let Response::Document { sha256 } = header.body else { return Err(self.unexpected(&header.body)) };
+        if header.payload_bytes > DOCUMENT_BYTES_MAX {
+            return Err(self.protocol(format!("a document of {} bytes", header.payload_bytes)));
+        }
+        let mut document = Vec::new();
+        while (document.len() as u64) < header.payload_bytes {
+            let have = document.len();
+            document.resize(have + (header.payload_bytes - have as u64).min(DATA_BYTES_MAX) as usize, 0);
+            self.wire.read_exact(&mut document[have..]).await.map_err(|error| broken(&self.hello.node, &error))?;
+        }
+        let found = Digest::of(&document);
+        if found == sha256 { Ok(document.into()) } else { Err(self.protocol(format!("a document {found} instead of {sha256}"))) }
+    }
+
+    /// Reads ranges into buffers of the same lengths, in order.
+    ///
+    /// # Errors
+    /// When the node refuses or the connection breaks. Bytes in the buffers mean nothing then, also where they are filled.
+    pub async fn read_ranges(&mut self, ranges: &[ReadRange], buffers: &mut [&mut [u8]]) -> Result<(), TransferError> {
+        let fits = ranges.len() == buffers.len() && ranges.iter().zip(&*buffers).all(|(r, b)| r.bytes == b.len() as u64);
+        if !fits {
+            return Err(BallastError::invalid("every range needs a buffer of its length").into());
+        }
+        for (ranges, buffers) in ranges.chunks(RANGES_MAX).zip(buffers.chunks_mut(RANGES_MAX)) {
+            self.send(Request::ReadRanges { ranges: ranges.to_vec() }, &[], &[]).await?;
+            self.receive_ranges(buffers).await?;
+        }
+        Ok(())
+    }
+
+    async fn receive_ranges(&mut self, buffers: &mut [&mut [u8]]) -> Result<(), TransferError> {
+        let expected: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+        let (mut current, mut filled, mut received) = (0, 0, 0);
+        loop {
+            let header = self.answer(self.options.stall).await?;
+            match header.body {
+                Response::Data if received + header.payload_bytes <= expected => {
+                    received += header.payload_bytes;
+                    let mut left = header.payload_bytes as usize;
+                    while left > 0 {
+                        // More is expected (checked above), so that there is a buffer with room.
+                        let Some(buffer) = buffers.get_mut(current) else { break };
+                        let take = left.min(buffer.len() - filled);
+                        let target = &mut buffer[filled..filled + take];
+                        self.wire.read_exact(target).await.map_err(|error| broken(&self.hello.node, &error))?;
+                        filled += take;
+                        left -= take;
+                        if filled == buffer.len() {
+                            (current, filled) = (current + 1, 0);
+                        }
+                    }
+                }
+                Response::End { bytes } if bytes == expected && received == expected => return Ok(()),
+                Response::Data => return Err(self.protocol(format!("more than the {expected} bytes asked for"))),
+                Response::End { .. } => return Err(self.protocol(format!("{received} of {expected} bytes"))),
+                other => return Err(self.unexpected(&other)),
+            }
+        }
+    }
+
+    /// Maps the instance's segments, on the same host. What is hot in the answer stays in memory for as long as the
+    /// mapping lives.
+    ///
+    /// # Errors
+    /// When the connection is no Unix socket, the layout is not the node's, the node refuses, or mapping fails.
+    pub async fn map(&mut self, layout: Arc<GroupLayout>) -> Result<MappedInstance, TransferError> {
+        let mut segments = Vec::new();
+        self.send(Request::MapSegments { memory: true, cold: true }, &[], &[]).await?;
+        loop {
+            let header = self.answer(self.options.stall).await?;
+            let Response::Segments { grants, holdings } = header.body else { return Err(self.unexpected(&header.body)) };
+            let descriptors = self.wire.take_descriptors(header.descriptors).map_err(|e| broken(&self.hello.node, &e))?;
+            if descriptors.len() != grants.len() {
+                return Err(self.protocol(format!("{} descriptors for {} segments", descriptors.len(), grants.len())));
+            }
+            segments.extend(grants.into_iter().zip(descriptors));
+            if let Some(holdings) = holdings {
+                return Ok(MappedInstance::new(self.hello.instance.clone(), layout, segments, holdings)?);
+            }
+        }
+    }
+
+    async fn call(
+        &mut self,
+        body: Request,
+        payload: &[&[u8]],
+        descriptors: &[BorrowedFd<'_>],
+        wait: Duration,
+    ) -> Result<ResponseHeader, TransferError> {
+        self.send(body, payload, descriptors).await?;
+        self.answer(wait).await
+    }
+
+    async fn send(
+        &mut self,
+        body: Request,
+        payload: &[&[u8]],
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), TransferError> {
+        let payload_bytes = payload.iter().map(|piece| piece.len() as u64).sum();
+        let header = RequestHeader { payload_bytes, descriptors: descriptors.len() as u32, body };
+        self.wire.write_frame(&header, payload, descriptors).await.map_err(|error| broken(&self.hello.node, &error))
+    }
+
+    async fn answer(&mut self, wait: Duration) -> Result<ResponseHeader, TransferError> {
+        let header: ResponseHeader = self.wire.read_header(wait).await.map_err(|error| broken(&self.hello.node, &error))?;
+        match header.body {
+            Response::Error(error) => Err(error.into()),
+            _ => Ok(header),
+        }
+    }
+
+    fn protocol(&self, reason: String) -> TransferError {
+        TransferError::Protocol { node: self.hello.node.clone(), reason }
+    }
+
+    fn unexpected(&self, response: &Response) -> TransferError {
+        self.protocol(format!("unexpected answer {}", name(response)))
+    }
+}
+
+/// Reads ranges over several connections at once, each taking a part of about the same size.
+///
+/// # Errors
+/// As [`NodeConnection::read_ranges`], from the first connection that failed.
+pub async fn read_ranges_side_by_side(
+    connections: &mut [NodeConnection],
+    ranges: &[ReadRange],
+    buffers: &mut [&mut [u8]],
+) -> Result<(), TransferError> {
+    if ranges.len() != buffers.len() {
+        return Err(BallastError::invalid("every range needs a buffer of its length").into());
+    }
+    let total: u64 = ranges.iter().map(|range| range.bytes).sum();
+    let share = total.div_ceil(connections.len().max(1) as u64).max(1);
+    let mut shares: Vec<(Vec<ReadRange>, Vec<&mut [u8]>)> = vec![Default::default()];
+    let mut in_share = 0;
+    for (range, buffer) in ranges.iter().zip(buffers) {
+        let (mut range, mut buffer) = (*range, &mut **buffer);
+        // A range that crosses a share's end is cut there.
+        while range.bytes > share - in_share {
+            let bytes = share - in_share;
+            let (head, tail) = buffer.split_at_mut((bytes as usize).min(buffer.len()));
+            if let Some((ranges, buffers)) = shares.last_mut() {
+                ranges.push(ReadRange { bytes, ..range });
+                buffers.push(head);
+            }
+            range = ReadRange { offset: range.offset + bytes, bytes: range.bytes - bytes, ..range };
+            buffer = tail;
+            shares.push(Default::default());
+            in_share = 0;
+        }
+        in_share += range.bytes;
+        if let Some((ranges, buffers)) = shares.last_mut() {
+            ranges.push(range);
+            buffers.push(buffer);
+        }
+    }
+    if connections.len() < shares.len() {
+        return Err(BallastError::invalid("there is no connection to read over").into());
+    }
+    let reads = connections.iter_mut().zip(&mut shares);
+    let reads = reads.map(|(connection, (ranges, buffers))| connection.read_ranges(ranges, buffers));
+    futures::future::try_join_all(reads).await.map(|_| ())
+}
+
+fn broken(node: &NodeId, error: &WireError) -> TransferError {
+    TransferError::Broken { node: node.clone(), reason: error.to_string() }
+}
+
+async fn in_time<T>(wait: Duration, connecting: impl Future<Output = std::io::Result<T>>) -> std::io::Result<T> {
+    tokio::time::timeout(wait, connecting).await.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
+}
+
+/// Cuts a range into pieces of at most `bytes`.
+fn split(range: &SourceRange, bytes: u64) -> impl Iterator<Item = SourceRange> + use<> {
+    let range = *range;
+    (0..range.bytes).step_by(bytes as usize).map(move |done| SourceRange {
+        source_offset: range.source_offset + done,
+        unit: range.unit,
+        unit_offset: range.unit_offset + done,
+        bytes: bytes.min(range.bytes - done),
+    })
+}
+
+/// Cuts ranges into requests that are answered before long.
+fn batches(ranges: &[SourceRange]) -> Vec<Vec<SourceRange>> {
+    let mut batches = Vec::new();
+    let mut batch = Vec::new();
+    let mut bytes = 0;
+    for piece in ranges.iter().flat_map(|range| split(range, WRITE_FD_BYTES)) {
+        if !batch.is_empty() && (bytes + piece.bytes > WRITE_FD_BYTES || batch.len() == RANGES_MAX) {
+            batches.push(std::mem::take(&mut batch));
+            bytes = 0;
+        }
+        bytes += piece.bytes;
+        batch.push(piece);
+    }
+    if !batch.is_empty() {
+        batches.push(batch);
+    }
+    batches
+}
+
+fn name(response: &Response) -> &'static str {
+    match response {
+        Response::Hello(_) => "Hello",
+        Response::Allocated { .. } => "Allocated",
+        Response::Written { .. } => "Written",
+        Response::Sealed(_) => "Sealed",
+        Response::Described(_) => "Described",
+        Response::Document { .. } => "Document",
+        Response::Data => "Data",
+        Response::End { .. } => "End",
+        Response::Segments { .. } => "Segments",
+        Response::Error(_) => "Error",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uploads_are_cut_into_requests_that_are_answered_before_long() {
+        let range = |unit, bytes| SourceRange { source_offset: 10, unit, unit_offset: 0, bytes };
+        let cut = batches(&[range(0, WRITE_FD_BYTES * 2 + 1), range(1, 5), range(2, WRITE_FD_BYTES)]);
+        let sizes: Vec<Vec<u64>> = cut.iter().map(|batch| batch.iter().map(|r| r.bytes).collect()).collect();
+        assert_eq!(sizes, [vec![WRITE_FD_BYTES], vec![WRITE_FD_BYTES], vec![1, 5], vec![WRITE_FD_BYTES]]);
+        assert_eq!(cut[2][0].source_offset, 10 + WRITE_FD_BYTES * 2);
+        assert!(batches(&[]).is_empty());
+    }
+}

@@ -1,0 +1,236 @@
+//! One instance on this node: its segments on both tiers, its state, and how that state is made durable. The rules
+//! about units are in `guard`; what changes the state is in the modules beside this one.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+use ballast_schemas::frame::Tier;
+use ballast_schemas::{Bitmap, InstanceId, LogPosition, SessionId, UnitRange};
+use bytes::Bytes;
+
+use super::lock;
+use crate::budget::Charge;
+use crate::cold_tier::{ColdSegments, ColdTier};
+use crate::error::StoreError;
+use crate::folder::{PathError, replace_file};
+use crate::guard::{FenceStep, UnitStates, check_fence};
+use crate::layout::{GroupLayout, Run};
+use crate::memory_tier::{MemorySegments, MemoryTier, instance_folder};
+use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
+
+/// Names of the records beside the segments, on both tiers.
+pub(super) const LAYOUT: &str = "layout";
+pub(super) const SEAL: &str = "seal";
+pub(super) const MANIFEST: &str = "manifest";
+pub(super) const STATE: &str = "state";
+
+/// Whether an instance may be read and acted on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// The log knows it.
+    Serving,
+    /// Kept, not served; the text says why.
+    Quarantined(String),
+}
+
+/// What the seal fixed.
+#[derive(Debug)]
+pub(super) struct Sealed {
+    pub record: SealRecord,
+    pub manifest: Bytes,
+}
+
+impl Sealed {
+    pub(super) fn checksum(&self, unit: u32) -> u64 {
+        self.record.affinity.units.get(unit as usize).map_or(0, |unit| unit.crc64)
+    }
+}
+
+/// What changes of an instance.
+#[derive(Debug)]
+pub(super) struct State {
+    pub standing: Standing,
+    pub fence: LogPosition,
+    /// Deletion has begun.
+    pub deleting: bool,
+    /// `None` while the import goes on.
+    pub sealed: Option<Arc<Sealed>>,
+    /// A seal is taking checksums: no writer may start.
+    pub sealing: bool,
+    /// Writers between their check of the state and the end of their copy.
+    pub writers: u32,
+    pub units: UnitStates,
+    /// Cold copies that this run of the node has read and found right.
+    pub verified: Bitmap,
+    /// When each cold segment was last changed by this node, for the verified units in it.
+    pub cold_changed: Vec<Option<(i64, i64)>>,
+    pub memory_charge: Charge,
+    pub cold_charge: Option<Charge>,
+}
+
+/// One instance on this node.
+#[derive(Debug)]
+pub(super) struct Instance {
+    pub id: InstanceId,
+    pub session_id: SessionId,
+    pub layout: Arc<GroupLayout>,
+    pub memory_folder: PathBuf,
+    pub memory: MemorySegments,
+    pub cold: Option<ColdSegments>,
+    /// Held by the effect that is being carried out.
+    pub queue: Mutex<()>,
+    pub state: Mutex<State>,
+    /// Told when a writer ends or a guard goes.
+    pub eased: Condvar,
+    /// How far each unit was written, while the import goes on.
+    pub writes: Mutex<super::import::Writes>,
+}
+
+/// The charges of an instance that nothing is charged for yet.
+pub(super) fn no_charges(memory: &MemoryTier, cold: Option<&Arc<ColdTier>>) -> (Charge, Option<Charge>) {
+    (memory.budget().charge(0), cold.map(|cold| cold.budget().charge(0)))
+}
+
+impl Instance {
+    /// An instance with this layout and state, without looking at any file.
+    pub(super) fn new(
+        memory: &MemoryTier,
+        cold: Option<&Arc<ColdTier>>,
+        record: &LayoutRecord,
+        layout: Arc<GroupLayout>,
+        state: State,
+    ) -> Self {
+        let name = instance_folder(&record.instance);
+        let memory_folder = memory.instances().join(&name);
+        Self {
+            id: record.instance.clone(),
+            session_id: record.session_id.clone(),
+            memory: MemorySegments::new(memory_folder.clone(), layout.clone(), memory.huge()),
+            cold: cold.map(|cold| ColdSegments::new(cold.instances().join(&name), layout.clone(), cold.direct())),
+            memory_folder,
+            queue: Mutex::new(()),
+            state: Mutex::new(state),
+            eased: Condvar::new(),
+            writes: Mutex::new(super::import::Writes::new(&layout)),
+            layout,
+        }
+    }
+
+    pub(super) fn check_served(&self) -> Result<(), StoreError> {
+        match &lock(&self.state).standing {
+            Standing::Serving => Ok(()),
+            Standing::Quarantined(why) => Err(StoreError::NotServed { instance: self.id.clone(), why: why.clone() }),
+        }
+    }
+
+    /// The seal, once there is one and while deletion has not begun.
+    pub(super) fn sealed(&self) -> Result<Arc<Sealed>, StoreError> {
+        let state = lock(&self.state);
+        if state.deleting {
+            return Err(StoreError::Deleting { instance: self.id.clone() });
+        }
+        state.sealed.clone().ok_or_else(|| StoreError::NotSealed { instance: self.id.clone() })
+    }
+
+    /// The units of ranges, ascending and each once.
+    pub(super) fn units_of(&self, ranges: &[UnitRange]) -> Result<Vec<u32>, StoreError> {
+        let count = self.layout.unit_count();
+        let mut wanted = Bitmap::empty(count);
+        for range in ranges {
+            if range.start > range.end || range.end > count {
+                return Err(StoreError::Invalid(format!(
+                    "units {}..{} are not in {}, which has {count}",
+                    range.start, range.end, self.id
+                )));
+            }
+            range.iter().for_each(|unit| wanted.set(unit, true));
+        }
+        Ok(wanted.iter().collect())
+    }
+
+    /// Bytes that units take on a tier.
+    pub(super) fn padded_bytes(&self, units: &[u32]) -> u64 {
+        units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|extent| extent.padded_bytes()).sum()
+    }
+
+    /// The runs of units, without those that take no bytes at all.
+    pub(super) fn runs(&self, units: &[u32]) -> Vec<Run> {
+        self.layout.runs(units.iter().copied())
+    }
+
+    /// Obeys a fence or refuses it. A higher one is durable on both tiers before this returns.
+    pub(super) fn obey(&self, fence: LogPosition) -> Result<(), StoreError> {
+        let mut state = lock(&self.state);
+        if let FenceStep::Raise(fence) = check_fence(state.fence, fence)? {
+            let before = std::mem::replace(&mut state.fence, fence);
+            if let Err(error) = self.save(&state) {
+                state.fence = before;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a fence is still the highest one.
+    pub(super) fn is_current(&self, fence: LogPosition) -> bool {
+        lock(&self.state).fence <= fence
+    }
+
+    /// Makes the state durable: on disk first, where it survives more. Before the seal there is nothing on disk.
+    pub(super) fn save(&self, state: &State) -> Result<(), StoreError> {
+        self.save_cold(state)?;
+        self.save_memory(state)
+    }
+
+    pub(super) fn save_memory(&self, state: &State) -> Result<(), StoreError> {
+        let record = StateRecord {
+            fence: state.fence,
+            deleting: state.deleting,
+            held: state.units.hot().clone(),
+            resident: state.units.resident().clone(),
+        };
+        replace_file(&self.memory_folder.join(STATE), &record::encode(&record), false)
+            .map_err(|error| StoreError::on_tier(Tier::Memory, error))
+    }
+
+    pub(super) fn save_cold(&self, state: &State) -> Result<(), StoreError> {
+        let (Some(cold), Some(_)) = (&self.cold, &state.sealed) else { return Ok(()) };
+        let record = cold_record(state);
+        replace_file(&cold.folder().join(STATE), &record::encode(&record), true)
+            .map_err(|error| StoreError::on_tier(Tier::Cold, error))
+    }
+
+    /// Waits until the state has `done`, for at most `wait`. Tells whether it has.
+    pub(super) fn wait_until<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        wait: std::time::Duration,
+        done: impl Fn(&State) -> bool,
+    ) -> (MutexGuard<'a, State>, bool) {
+        let waited = self.eased.wait_timeout_while(state, wait, |state| !done(state));
+        let (state, _) = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let done = done(&state);
+        (state, done)
+    }
+}
+
+/// The state as it stands on disk.
+pub(super) fn cold_record(state: &State) -> StateRecord {
+    let cold = state.units.cold();
+    StateRecord { fence: state.fence, deleting: state.deleting, held: cold.clone(), resident: cold.clone() }
+}
+
+/// The records of a sealed instance, as they stand beside its segments on either tier.
+pub(super) fn write_records(
+    folder: &Path,
+    layout: &LayoutRecord,
+    sealed: &Sealed,
+    state: &StateRecord,
+    durable: bool,
+) -> Result<(), PathError> {
+    use crate::folder::write_file;
+    write_file(&folder.join(LAYOUT), &record::encode(layout), durable)?;
+    write_file(&folder.join(MANIFEST), &sealed.manifest, durable)?;
+    write_file(&folder.join(STATE), &record::encode(state), durable)?;
+    write_file(&folder.join(SEAL), &record::encode(&sealed.record), durable)
+}

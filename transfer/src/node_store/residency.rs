@@ -1,0 +1,510 @@
+//! Effects that move units between the tiers, each authorised by the log and fenced (RFC, Residency Migration):
+//! copies are verified before they count, and memory is freed only where a verified copy on disk was seen just before.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_schemas::frame::Tier;
+use ballast_schemas::{InstanceId, LogPosition, NodeInventory, UnitEffect};
+
+use super::instance::{Instance, Sealed};
+use super::{NodeStore, lock};
+use crate::cold_tier::{ColdFailure, ColdSegments, ColdTier, Progress, Watch};
+use crate::error::{Mismatch, StoreError};
+use crate::folder::{OnPath, PathError};
+use crate::guard::FenceRefused;
+use crate::segment::{lock_out_readers, punch};
+
+/// How often a segment is asked whether its readers are gone. The kernel tells nobody when a lock goes with a mapping.
+const ASK_AGAIN: Duration = Duration::from_millis(20);
+
+impl NodeStore {
+    /// Obeys nothing older than `fence` from now on. Does not wait for an effect that is being carried out: that one
+    /// ends at its next check.
+    ///
+    /// # Errors
+    /// When a higher fence is in force, or it can not be made durable.
+    pub fn raise_fence(&self, id: &InstanceId, fence: LogPosition) -> Result<NodeInventory, StoreError> {
+        let instance = self.served(id)?;
+        instance.obey(fence)?;
+        Ok(self.inventory_of(&instance))
+    }
+
+    /// Copies units from memory to disk: write, sync, read back, verify, record. Units already there are skipped.
+    ///
+    /// # Errors
+    /// When a unit is not in memory, there is no room, or the disk fails; units in memory stay readable.
+    pub fn copy_to_cold(&self, effect: &UnitEffect, progress: &Progress) -> Result<NodeInventory, StoreError> {
+        let (instance, units) = self.target(effect)?;
+        let _queue = lock(&instance.queue);
+        let sealed = instance.begin(effect.fence)?;
+        let tier = self.cold()?;
+        let files = instance.cold_files()?;
+        let wanted = {
+            let state = lock(&instance.state);
+            let wanted: Vec<u32> = units.into_iter().filter(|&unit| !state.units.cold().get(unit)).collect();
+            if let Some(&unit) = wanted.iter().find(|&&unit| !state.units.hot().get(unit)) {
+                return Err(StoreError::NotHere { instance: instance.id.clone(), unit });
+            }
+            wanted
+        };
+        if wanted.is_empty() {
+            return Ok(self.inventory_of(&instance));
+        }
+        let charge = tier.reserve(instance.padded_bytes(&wanted))?;
+        let runs = instance.runs(&wanted);
+        let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
+        let checksum_of = |unit| sealed.checksum(unit);
+        instance.forget_changed(files, runs.iter().map(|run| run.segment));
+        let copied = tier.write(files, &instance.memory, &runs, &watch).and_then(|()| {
+            let wrong = tier.verify(files, &instance.layout, &runs, &checksum_of, &watch)?;
+            Ok(wrong)
+        });
+        let failure = match copied {
+            Ok(wrong) if wrong.is_empty() => None,
+            Ok(wrong) => Some(instance.blame(&sealed, wrong)?),
+            Err(failure) => Some(instance.failure(effect.fence, Tier::Cold, failure)),
+        };
+        if let Some(failure) = failure {
+            for run in &runs {
+                instance.punch_cold(files, run.segment, &run.range);
+            }
+            return Err(failure);
+        }
+        let mut state = lock(&instance.state);
+        for &unit in &wanted {
+            state.units.set_cold(unit, true);
+            state.verified.set(unit, true);
+        }
+        for run in &runs {
+            state.cold_changed[run.segment as usize] = files.change_time(run.segment);
+        }
+        if let Err(error) = instance.save_cold(&state) {
+            wanted.iter().for_each(|&unit| state.units.set_cold(unit, false));
+            return Err(error);
+        }
+        match &mut state.cold_charge {
+            Some(all) => all.absorb(charge),
+            none => *none = Some(charge),
+        }
+        drop(state);
+        progress.add_units(wanted.len() as u32);
+        Ok(self.inventory_of(&instance))
+    }
+
+    /// Copies units from disk to memory and verifies them. Units already there are skipped.
+    ///
+    /// # Errors
+    /// When a unit is not on disk, there is no room, or its bytes there are wrong (that copy no longer counts then).
+    pub fn copy_to_memory(&self, effect: &UnitEffect, progress: &Progress) -> Result<NodeInventory, StoreError> {
+        let (instance, units) = self.target(effect)?;
+        let _queue = lock(&instance.queue);
+        let sealed = instance.begin(effect.fence)?;
+        let (leaving, absent): (Vec<u32>, Vec<u32>) = {
+            let state = lock(&instance.state);
+            let wanted = units.into_iter().filter(|&unit| !state.units.hot().get(unit));
+            wanted.partition(|&unit| state.units.is_leaving(unit))
+        };
+        // Bytes that were on their way out are still there; those that are right need not be read again.
+        let wrong = instance.check_memory(&leaving, &|unit| sealed.checksum(unit))?;
+        let wrong: Vec<u32> = wrong.into_iter().map(|mismatch| mismatch.unit).collect();
+        let right: Vec<u32> = leaving.into_iter().filter(|unit| !wrong.contains(unit)).collect();
+        instance.become_hot(&right)?;
+        progress.add_units(right.len() as u32);
+
+        if absent.is_empty() && wrong.is_empty() {
+            return Ok(self.inventory_of(&instance));
+        }
+        let tier = self.cold()?;
+        let files = instance.cold_files()?;
+        let mut wanted = [absent.as_slice(), wrong.as_slice()].concat();
+        wanted.sort_unstable();
+        {
+            let state = lock(&instance.state);
+            if let Some(&unit) = wanted.iter().find(|&&unit| !state.units.cold().get(unit)) {
+                return Err(StoreError::NotHere { instance: instance.id.clone(), unit });
+            }
+        }
+        let charge = self.memory.reserve(instance.padded_bytes(&absent))?;
+        {
+            let mut state = lock(&instance.state);
+            absent.iter().for_each(|&unit| state.units.set_resident(unit));
+            state.memory_charge.absorb(charge);
+        }
+        let runs = instance.runs(&wanted);
+        let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
+        let checksum_of = |unit| sealed.checksum(unit);
+        let filled = instance
+            .take_room(&runs)
+            .map_err(ColdFailure::Path)
+            .and_then(|()| tier.fill(files, &instance.memory, &instance.layout, &runs, &checksum_of, &watch));
+        let (bad, failure) = match filled {
+            Ok(bad) => (bad, None),
+            Err(failure) => (Vec::new(), Some(failure)),
+        };
+        if let Some(failure) = failure {
+            instance.give_up(&wanted);
+            return Err(instance.failure(effect.fence, Tier::Memory, failure));
+        }
+        let bad_units: Vec<u32> = bad.iter().map(|mismatch| mismatch.unit).collect();
+        let good: Vec<u32> = wanted.iter().copied().filter(|unit| !bad_units.contains(unit)).collect();
+        if let Err(error) = instance.become_hot(&good) {
+            instance.give_up(&wanted);
+            return Err(error);
+        }
+        progress.add_units(good.len() as u32);
+        if bad.is_empty() {
+            return Ok(self.inventory_of(&instance));
+        }
+        instance.give_up(&bad_units);
+        instance.lose_cold(&bad_units)?;
+        Err(StoreError::Checksum { instance: instance.id.clone(), place: "the cold tier", units: bad })
+    }
+
+    /// Frees the memory of units that are on disk here: their copies there are looked at once more, the units are no
+    /// longer handed out, and once no reader covers them their memory goes. Units already gone are skipped.
+    ///
+    /// # Errors
+    /// `Busy` when readers still hold some after `wait`; those are no longer handed out, and repeating the call goes on.
+    /// Otherwise when a unit's copy on disk is not right; nothing is freed then.
+    pub fn release_memory(
+        &self,
+        effect: &UnitEffect,
+        wait: Duration,
+        progress: &Progress,
+    ) -> Result<NodeInventory, StoreError> {
+        let (instance, units) = self.target(effect)?;
+        let _queue = lock(&instance.queue);
+        let sealed = instance.begin(effect.fence)?;
+        let units: Vec<u32> = {
+            let state = lock(&instance.state);
+            units.into_iter().filter(|&unit| state.units.resident().get(unit)).collect()
+        };
+        if units.is_empty() {
+            return Ok(self.inventory_of(&instance));
+        }
+        let tier = self.cold()?;
+        instance.check_witness(tier, &sealed, &units, effect.fence, progress)?;
+        {
+            let mut state = lock(&instance.state);
+            let before = state.units.clone();
+            if state.units.begin_release(&units)? {
+                if let Err(error) = instance.save_memory(&state) {
+                    state.units = before;
+                    return Err(error);
+                }
+            }
+        }
+        let deadline = Instant::now() + wait;
+        loop {
+            let freed = instance.free_unguarded(&units, effect.fence)?;
+            progress.add_units(freed);
+            let state = lock(&instance.state);
+            let left = units.iter().filter(|&&unit| state.units.resident().get(unit)).count();
+            if freed > 0 {
+                instance.save_memory(&state)?;
+            }
+            if left == 0 {
+                drop(state);
+                return Ok(self.inventory_of(&instance));
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(StoreError::Busy { instance: instance.id.clone(), units: left as u32 });
+            }
+            // A reader in this process says when it is done; one that maps the segment does not.
+            drop(instance.wait_until(state, ASK_AGAIN.min(deadline - now), |_| false));
+        }
+    }
+
+    /// Reads units back from every tier that has them and compares their checksums. A copy that is wrong no longer
+    /// counts, and is never handed out again.
+    ///
+    /// # Errors
+    /// `Checksum` when a copy was wrong, or when the disk fails.
+    pub fn verify(&self, effect: &UnitEffect, progress: &Progress) -> Result<NodeInventory, StoreError> {
+        let (instance, units) = self.target(effect)?;
+        let _queue = lock(&instance.queue);
+        let sealed = instance.begin(effect.fence)?;
+        let (hot, cold): (Vec<u32>, Vec<u32>) = {
+            let state = lock(&instance.state);
+            let held = |in_tier: &ballast_schemas::Bitmap| units.iter().copied().filter(|&u| in_tier.get(u)).collect();
+            (held(state.units.hot()), held(state.units.cold()))
+        };
+        let in_memory = instance.check_memory(&hot, &|unit| sealed.checksum(unit))?;
+        progress.add_bytes(instance.padded_bytes(&hot));
+        if !in_memory.is_empty() {
+            instance.lose_hot(&in_memory)?;
+        }
+        let on_disk = match cold.is_empty() {
+            true => Vec::new(),
+            false => instance.verify_cold(self.cold()?, &sealed, &cold, effect.fence, progress)?,
+        };
+        progress.add_units(units.len() as u32);
+        let (place, units) = match (in_memory.is_empty(), on_disk.is_empty()) {
+            (true, true) => return Ok(self.inventory_of(&instance)),
+            (false, true) => ("memory", in_memory),
+            (true, false) => ("the cold tier", on_disk),
+            (false, false) => ("memory and the cold tier", [in_memory, on_disk].concat()),
+        };
+        Err(StoreError::Checksum { instance: instance.id.clone(), place, units })
+    }
+
+    /// A whole unit read from disk by the data plane did not match: that copy no longer counts.
+    pub(crate) fn report_bad_cold(&self, id: &InstanceId, mismatch: Mismatch) -> StoreError {
+        let lost = self.served(id).and_then(|instance| {
+            let _queue = lock(&instance.queue);
+            instance.lose_cold(&[mismatch.unit])
+        });
+        if let Err(error) = lost {
+            tracing::error!(%error, instance = %id, unit = mismatch.unit, "can not give up a wrong copy on disk");
+        }
+        StoreError::Checksum { instance: id.clone(), place: "the cold tier", units: vec![mismatch] }
+    }
+
+    fn target(&self, effect: &UnitEffect) -> Result<(Arc<Instance>, Vec<u32>), StoreError> {
+        let instance = self.served(&effect.instance)?;
+        let units = instance.units_of(&effect.units)?;
+        Ok((instance, units))
+    }
+}
+
+impl Instance {
+    /// Obeys the fence, and gives what the seal fixed.
+    fn begin(&self, fence: LogPosition) -> Result<Arc<Sealed>, StoreError> {
+        self.obey(fence)?;
+        self.sealed()
+    }
+
+    fn cold_files(&self) -> Result<&ColdSegments, StoreError> {
+        self.cold.as_ref().ok_or(StoreError::NoColdTier)
+    }
+
+    fn failure(&self, fence: LogPosition, tier: Tier, failure: ColdFailure) -> StoreError {
+        match failure {
+            ColdFailure::Path(error) => StoreError::on_tier(tier, error),
+            ColdFailure::Unwanted => StoreError::Fence(FenceRefused { offered: fence, highest: lock(&self.state).fence }),
+        }
+    }
+
+    /// Units read back from disk were wrong: the disk's fault, or memory's?
+    fn blame(&self, sealed: &Sealed, wrong: Vec<Mismatch>) -> Result<StoreError, StoreError> {
+        let units: Vec<u32> = wrong.iter().map(|mismatch| mismatch.unit).collect();
+        let in_memory = self.check_memory(&units, &|unit| sealed.checksum(unit))?;
+        let instance = self.id.clone();
+        if in_memory.is_empty() {
+            return Ok(StoreError::Checksum { instance, place: "the cold tier", units: wrong });
+        }
+        self.lose_hot(&in_memory)?;
+        Ok(StoreError::Checksum { instance, place: "memory", units: in_memory })
+    }
+
+    /// Memory copies that are wrong are no longer handed out.
+    fn lose_hot(&self, wrong: &[Mismatch]) -> Result<(), StoreError> {
+        let mut state = lock(&self.state);
+        wrong.iter().for_each(|mismatch| state.units.clear_hot(mismatch.unit));
+        self.save_memory(&state)
+    }
+
+    /// Copies on disk that are wrong no longer count, and their room is given back.
+    fn lose_cold(&self, units: &[u32]) -> Result<(), StoreError> {
+        let files = self.cold_files()?;
+        let mut state = lock(&self.state);
+        let lost: Vec<u32> = units.iter().copied().filter(|&unit| state.units.cold().get(unit)).collect();
+        for &unit in &lost {
+            state.units.set_cold(unit, false);
+            state.verified.set(unit, false);
+        }
+        let bytes = self.padded_bytes(&lost);
+        if let Some(charge) = &mut state.cold_charge {
+            drop(charge.split(bytes));
+        }
+        let saved = self.save_cold(&state);
+        drop(state);
+        for run in self.runs(&lost) {
+            self.punch_cold(files, run.segment, &run.range);
+        }
+        saved
+    }
+
+    /// Frees a range on disk that no record speaks of, unless a reader holds the segment. What stays is overwritten
+    /// by the next copy, so that a failure here is only noted.
+    pub(super) fn punch_cold(&self, files: &ColdSegments, segment: u32, range: &std::ops::Range<u64>) {
+        let punched = files.get(segment).and_then(|file| {
+            let path = files.path(segment);
+            match lock_out_readers(&file).on("lock", &path)? {
+                Some(_no_readers) => punch(&file, range).on("free space in", &path),
+                None => Ok(()),
+            }
+        });
+        if let Err(error) = punched {
+            tracing::warn!(%error, "space on the cold tier is not given back");
+        }
+    }
+
+    /// Units whose bytes in memory are verified are handed out from now on.
+    fn become_hot(&self, units: &[u32]) -> Result<(), StoreError> {
+        if units.is_empty() {
+            return Ok(());
+        }
+        let mut state = lock(&self.state);
+        units.iter().for_each(|&unit| state.units.set_hot(unit));
+        if let Err(error) = self.save_memory(&state) {
+            units.iter().for_each(|&unit| state.units.clear_hot(unit));
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Takes room in memory for runs, and faults it in.
+    fn take_room(&self, runs: &[crate::layout::Run]) -> Result<(), PathError> {
+        for run in runs.iter().filter(|run| !run.range.is_empty()) {
+            let segment = self.memory.get_or_create(run.segment)?;
+            segment.take_room(&run.range).on("reserve memory in", &self.memory_folder)?;
+            segment.fault_in(&run.range).on("reserve memory in", &self.memory_folder)?;
+        }
+        Ok(())
+    }
+
+    /// Frees the room of units that never became hot: no reader was ever told of them.
+    fn give_up(&self, units: &[u32]) {
+        for run in self.runs(units) {
+            if let (Some(segment), false) = (self.memory.get(run.segment), run.range.is_empty()) {
+                if let Err(error) = punch(segment.file(), &run.range) {
+                    tracing::warn!(%error, "memory is not given back");
+                    return;
+                }
+            }
+        }
+        let mut state = lock(&self.state);
+        units.iter().for_each(|&unit| state.units.finish_release(unit));
+        let bytes = self.padded_bytes(units);
+        drop(state.memory_charge.split(bytes));
+    }
+
+    /// Before a segment on disk is written: what this run knows of its units holds only if nobody else changed it.
+    fn forget_changed(&self, files: &ColdSegments, segments: impl Iterator<Item = u32>) {
+        let mut state = lock(&self.state);
+        for segment in segments {
+            let known = state.cold_changed[segment as usize];
+            if known.is_none() || files.change_time(segment) != known {
+                self.layout.units_of(segment).for_each(|unit| state.verified.set(unit, false));
+            }
+        }
+    }
+
+    /// Looks at the copies on disk once more, right before the ones in memory go. Those that this run of the node has
+    /// read back and whose file nobody has changed since are taken as they are; others are read.
+    fn check_witness(
+        &self,
+        tier: &Arc<ColdTier>,
+        sealed: &Sealed,
+        units: &[u32],
+        fence: LogPosition,
+        progress: &Progress,
+    ) -> Result<(), StoreError> {
+        let files = self.cold_files()?;
+        let mut segments: Vec<u32> = units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|e| e.segment).collect();
+        segments.dedup();
+        self.forget_changed(files, segments.into_iter());
+        let unseen: Vec<u32> = {
+            let state = lock(&self.state);
+            let unseen = |unit: &u32| state.units.cold().get(*unit) && !state.verified.get(*unit);
+            units.iter().copied().filter(unseen).collect()
+        };
+        if unseen.is_empty() {
+            return Ok(());
+        }
+        let wrong = self.verify_cold(tier, sealed, &unseen, fence, progress)?;
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        Err(StoreError::Checksum { instance: self.id.clone(), place: "the cold tier", units: wrong })
+    }
+
+    /// Reads units from disk. Wrong ones no longer count and are returned; the others are known to be right.
+    fn verify_cold(
+        &self,
+        tier: &Arc<ColdTier>,
+        sealed: &Sealed,
+        units: &[u32],
+        fence: LogPosition,
+        progress: &Progress,
+    ) -> Result<Vec<Mismatch>, StoreError> {
+        let files = self.cold_files()?;
+        let runs = self.runs(units);
+        let before: Vec<_> = runs.iter().map(|run| (run.segment, files.change_time(run.segment))).collect();
+        self.forget_changed(files, before.iter().map(|(segment, _)| *segment));
+        let watch = Watch { progress, wanted: &|| self.is_current(fence) };
+        let checksum_of = |unit| sealed.checksum(unit);
+        let verified = tier.verify(files, &self.layout, &runs, &checksum_of, &watch);
+        let wrong = match verified {
+            Ok(wrong) => wrong,
+            // A file that is gone or cut off holds nothing: every unit asked for is wrong.
+            Err(ColdFailure::Path(error)) if is_missing(&error) => {
+                tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
+                let lost = |&unit: &u32| Mismatch { unit, expected: sealed.checksum(unit), found: 0 };
+                units.iter().map(lost).collect()
+            }
+            Err(failure) => return Err(self.failure(fence, Tier::Cold, failure)),
+        };
+        if !wrong.is_empty() {
+            let units: Vec<u32> = wrong.iter().map(|mismatch| mismatch.unit).collect();
+            self.lose_cold(&units)?;
+        }
+        let mut state = lock(&self.state);
+        for &unit in units.iter().filter(|&&unit| !wrong.iter().any(|mismatch| mismatch.unit == unit)) {
+            state.verified.set(unit, true);
+        }
+        for (segment, changed) in before {
+            // Room given back just now changed it too.
+            let changed = if wrong.is_empty() { changed } else { files.change_time(segment) };
+            state.cold_changed[segment as usize] = changed;
+        }
+        Ok(wrong)
+    }
+
+    /// Frees the memory of those units on their way out that nobody reads, segment by segment.
+    pub(super) fn free_unguarded(&self, units: &[u32], fence: LogPosition) -> Result<u32, StoreError> {
+        let mut freed = 0;
+        for segment_index in 0..self.layout.segment_count() {
+            let in_segment = self.layout.units_of(segment_index);
+            let first = units.partition_point(|&unit| unit < in_segment.start);
+            let end = units.partition_point(|&unit| unit < in_segment.end);
+            let segment = self.memory.get(segment_index);
+            let path = &self.memory_folder;
+            let no_readers = match &segment {
+                Some(segment) if first < end => match lock_out_readers(segment.file()).on("lock a segment in", path)? {
+                    Some(no_readers) => Some(no_readers),
+                    None => continue,
+                },
+                _ => None,
+            };
+            let free: Vec<u32> = {
+                let state = lock(&self.state);
+                if state.fence > fence {
+                    return Err(FenceRefused { offered: fence, highest: state.fence }.into());
+                }
+                let free = |unit: &u32| state.units.is_leaving(*unit) && !state.units.is_guarded(*unit);
+                units[first..end].iter().copied().filter(free).collect()
+            };
+            // Nobody can guard them any more: they are not hot, and the queue keeps other effects away.
+            if let Some(segment) = segment.as_ref().filter(|_| no_readers.is_some()) {
+                for run in self.runs(&free) {
+                    punch(segment.file(), &run.range).on("free memory in", path)?;
+                }
+            }
+            let mut state = lock(&self.state);
+            free.iter().for_each(|&unit| state.units.finish_release(unit));
+            let bytes = self.padded_bytes(&free);
+            drop(state.memory_charge.split(bytes));
+            freed += free.len() as u32;
+        }
+        Ok(freed)
+    }
+}
+
+fn is_missing(error: &PathError) -> bool {
+    use std::io::ErrorKind;
+    matches!(error.source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof | ErrorKind::InvalidData)
+}
