@@ -168,6 +168,12 @@ pub struct WeightOperation {
     pub attempts: u32,
     /// The last error; kept after a later success.
     pub last_error: Option<OperationError>,
+    /// How it will end as soon as its outstanding release was executed or fenced off; `None` when nothing asked for its end.
+    #[serde(default)]
+    pub ending: Option<OperationStatus>,
+    /// For people: that the nearest split was taken, say.
+    #[serde(default)]
+    pub note: Option<String>,
     /// When it was accepted.
     pub started_unix_ms: u64,
     /// When it last changed.

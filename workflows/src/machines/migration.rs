@@ -1,0 +1,290 @@
+//! The migration machine (RFC, Residency Migration). The cursor counts units of the [`WorkList`]:
+//!
+//! * among those to be hot: copy a round to memory → go on;
+//! * among those to be cold: copy a round to disk where it lacks a copy → ask the log for leave → release memory → go on;
+//! * at the end: whatever does not fit the plan is put right, then the whole group as found under the last fence is reported.
+//!
+//! Units that fit already are passed over and cost nothing. COLD and MIXED never release a unit that is not on the same
+//! node's disk (RFC, safety invariant 6).
+
+use ballast_schemas::{
+    AffinityIndex, AuthorizeRelease, Availability, Bitmap, Command, ErrorCode, NodeEvidence, NodeId, NodeRequest,
+    OperationFinished, Residency, RevisionDegraded, WeightRevisionMetadata,
+};
+
+use super::work_list::{WorkList, hot_ppm, logical_bytes};
+use super::{Observation, Step, advanced, failed};
+use crate::operation::Operation;
+use crate::state::State;
+
+/// A split further from what was asked than this is said to be the nearest there is, in parts per million.
+const NEAR_PPM: u32 = 10_000;
+
+pub(super) fn next(state: &State, operation: &Operation, seen: Option<&Observation>) -> Step {
+    let view = &operation.view;
+    let Some(metadata) = state.revision(&view.identity).filter(|metadata| metadata.instance == view.instance) else {
+        return Step::Done;
+    };
+    let Some(seen) = seen.filter(|seen| seen.instance == view.instance) else {
+        return Step::NeedIndex { instance: view.instance.clone() };
+    };
+    if view.ending.is_some() {
+        return fence_off(operation, seen);
+    }
+    let Some(index) = &seen.index else {
+        let message = format!("no node gave the affinity index of instance {}", view.instance);
+        return Step::Append(failed(view, view.epoch, ErrorCode::Unavailable, message));
+    };
+    if metadata.availability != Availability::Ready {
+        let message = format!("revision {} is {}, expected READY", view.identity, metadata.availability);
+        return Step::Append(failed(view, view.epoch, ErrorCode::NotReady, message));
+    }
+    let target = view.target.unwrap_or(Residency::Mixed);
+    let made;
+    let work = match seen.work.get_or_init(|| WorkList::new(index, target, view.target_hot_ratio)) {
+        work if work.is_for(target, view.target_hot_ratio) => work,
+        _ => {
+            made = WorkList::new(index, target, view.target_hot_ratio);
+            &made
+        }
+    };
+    Migration {
+        state,
+        operation,
+        metadata,
+        seen,
+        index,
+        work,
+        hot: seen.inventory.hot(index.len()),
+        cold: seen.inventory.cold(index.len()),
+    }
+    .next()
+}
+
+/// The operation is to end with a release outstanding: once every holder has obeyed a later fence, that release can not
+/// happen any more.
+fn fence_off(operation: &Operation, seen: &Observation) -> Step {
+    if let Some(step) = seen.raise_fence(operation.view.fence) {
+        return step;
+    }
+    Step::Append(Command::OperationAdvanced(advanced(operation, operation.view.cursor)))
+}
+
+struct Migration<'a> {
+    state: &'a State,
+    operation: &'a Operation,
+    metadata: &'a WeightRevisionMetadata,
+    seen: &'a Observation,
+    index: &'a AffinityIndex,
+    work: &'a WorkList,
+    hot: Bitmap,
+    cold: Bitmap,
+}
+
+impl Migration<'_> {
+    fn next(&self) -> Step {
+        if let Some(step) = self.raise_fences() {
+            return step;
+        }
+        if !self.seen.inventory.is_readable(self.index.len()) {
+            return self.lost();
+        }
+        let cursor = usize::try_from(self.operation.view.cursor).unwrap_or(usize::MAX);
+        if let Some(authorized) = self.operation.authorized {
+            // Exactly the units that the log gave leave for, whatever the inventory says by now.
+            let from = usize::try_from(authorized.cursor).unwrap_or(usize::MAX);
+            let units = usize::try_from(authorized.unit_count).unwrap_or(usize::MAX);
+            return self.release(from.min(cursor), units);
+        }
+        if cursor < self.work.promote {
+            let to = self.round(cursor, self.work.promote, |unit| !self.hot.get(unit));
+            return self.promote(cursor, to).unwrap_or_else(|| self.advance(to));
+        }
+        if cursor < self.work.units.len() {
+            let to = self.round(cursor, self.work.units.len(), |unit| self.hot.get(unit) || !self.cold.get(unit));
+            return self.demote(cursor, to).unwrap_or_else(|| self.advance(to));
+        }
+        self.finish()
+    }
+
+    /// A new claim's first step. With a release outstanding, the nodes it concerns obey its fence by executing it.
+    fn raise_fences(&self) -> Option<Step> {
+        let view = &self.operation.view;
+        if !view.release_outstanding {
+            return self.seen.raise_fence(view.fence);
+        }
+        let batch = self.operation.authorized.map(|authorized| {
+            let from = usize::try_from(authorized.cursor).unwrap_or(usize::MAX);
+            self.released_units(from, usize::try_from(authorized.unit_count).unwrap_or(usize::MAX))
+        });
+        let batch = batch.unwrap_or_default();
+        let idle =
+            self.seen.inventory.nodes.iter().find(|(_, inventory)| {
+                inventory.fence < view.fence && !batch.iter().any(|unit| inventory.hot.get(*unit))
+            });
+        let (node, _) = idle?;
+        let request = NodeRequest::RaiseFence { instance: self.seen.instance.clone(), fence: view.fence };
+        Some(Step::Effect { node: node.clone(), request })
+    }
+
+    /// Where the round that begins at `from` ends: it takes as many units with something to do as the limits allow, one at
+    /// least, and those without anything to do for free.
+    fn round(&self, from: usize, end: usize, has_work: impl Fn(u32) -> bool) -> usize {
+        let config = self.state.config();
+        let (mut members, mut bytes) = (0u32, 0u64);
+        let mut to = from;
+        for unit in self.work.units.get(from..end).unwrap_or_default() {
+            if has_work(*unit) {
+                let with = bytes.saturating_add(logical_bytes(self.index, *unit));
+                let full =
+                    members >= config.migration_max_members_per_round || with > config.migration_max_bytes_per_round;
+                if full && members > 0 {
+                    break;
+                }
+                (members, bytes) = (members.saturating_add(1), with);
+            }
+            to = to.saturating_add(1);
+        }
+        to
+    }
+
+    fn units(&self, from: usize, to: usize) -> &[u32] {
+        self.work.units.get(from..to.min(self.work.units.len())).unwrap_or_default()
+    }
+
+    /// Copies to memory what lacks a memory replica, on a node that has it on disk.
+    fn promote(&self, from: usize, to: usize) -> Option<Step> {
+        let missing: Vec<u32> = self.units(from, to).iter().copied().filter(|unit| !self.hot.get(*unit)).collect();
+        let first = *missing.first()?;
+        let (node, inventory) = self.seen.inventory.nodes.iter().find(|(_, inventory)| inventory.cold.get(first))?;
+        let here = missing.into_iter().filter(|unit| inventory.cold.get(*unit)).collect();
+        Some(self.seen.effect(node, self.operation.view.fence, here, NodeRequest::CopyToMemory))
+    }
+
+    /// Copies to disk what would lose its last replica on its node, then asks for leave to release.
+    fn demote(&self, from: usize, to: usize) -> Option<Step> {
+        let units = self.units(from, to);
+        if let Some(step) = self.copy_to_cold(units) {
+            return Some(step);
+        }
+        if !units.iter().any(|unit| self.hot.get(*unit)) {
+            return None;
+        }
+        Some(self.ask_for_leave(to.saturating_sub(from)))
+    }
+
+    fn copy_to_cold(&self, units: &[u32]) -> Option<Step> {
+        self.seen.inventory.nodes.iter().find_map(|(node, inventory)| {
+            let here: Vec<u32> =
+                units.iter().copied().filter(|unit| inventory.hot.get(*unit) && !inventory.cold.get(*unit)).collect();
+            (!here.is_empty()).then(|| self.seen.effect(node, self.operation.view.fence, here, NodeRequest::CopyToCold))
+        })
+    }
+
+    fn ask_for_leave(&self, units: usize) -> Step {
+        let view = &self.operation.view;
+        Step::Append(Command::AuthorizeRelease(AuthorizeRelease {
+            operation_id: view.operation_id.clone(),
+            epoch: view.epoch,
+            cursor: view.cursor,
+            unit_count: u32::try_from(units).unwrap_or(u32::MAX),
+        }))
+    }
+
+    /// The units of an authorised batch. At the end of the list it is every unit that is to be cold.
+    fn released_units(&self, from: usize, count: usize) -> Vec<u32> {
+        if from >= self.work.units.len() {
+            return self.units(self.work.promote, self.work.units.len()).to_vec();
+        }
+        self.units(from.max(self.work.promote), from.saturating_add(count)).to_vec()
+    }
+
+    /// Executes an authorised release, on every node that still holds some of it in memory.
+    fn release(&self, from: usize, count: usize) -> Step {
+        let units = self.released_units(from, count);
+        // A copy that was lost since the leave was given is made again first.
+        if let Some(step) = self.copy_to_cold(&units) {
+            return step;
+        }
+        let holder: Option<(&NodeId, Vec<u32>)> = self.seen.inventory.nodes.iter().find_map(|(node, inventory)| {
+            let here: Vec<u32> = units.iter().copied().filter(|unit| inventory.hot.get(*unit)).collect();
+            (!here.is_empty()).then_some((node, here))
+        });
+        match holder {
+            Some((node, here)) => self.seen.effect(node, self.operation.view.fence, here, NodeRequest::ReleaseMemory),
+            None => self.advance(from.saturating_add(count).min(self.work.units.len())),
+        }
+    }
+
+    fn advance(&self, to: usize) -> Step {
+        let done = to.min(self.work.units.len());
+        let mut step = advanced(self.operation, u64::try_from(done).unwrap_or(u64::MAX));
+        step.processed_units = u64::try_from(done).unwrap_or(u64::MAX);
+        step.total_units = self.index.len().into();
+        step.processed_bytes = self.work.bytes_before.get(done).copied().unwrap_or_default();
+        step.total_bytes = self.work.total_bytes();
+        step.observed_hot_ppm = hot_ppm(self.index, &self.hot);
+        Step::Append(Command::OperationAdvanced(step))
+    }
+
+    /// The whole group, as every holder reported it under the last fence.
+    fn finish(&self) -> Step {
+        let view = &self.operation.view;
+        let all = self.work.units.len();
+        if let Some(step) = self.promote(0, self.round(0, self.work.promote, |unit| !self.hot.get(unit))) {
+            return step;
+        }
+        if let Some(step) = self.demote(self.work.promote, all) {
+            return step;
+        }
+        let observed_hot_ppm = hot_ppm(self.index, &self.hot);
+        let residency = self.seen.inventory.residency(self.index.len());
+        Step::Append(Command::OperationFinished(OperationFinished {
+            operation_id: view.operation_id.clone(),
+            epoch: view.epoch,
+            residency,
+            observed_hot_ppm,
+            evidence: self.seen.evidence(),
+            note: self.note(residency),
+        }))
+    }
+
+    /// Says so when whole units can not come nearer to the share that was asked for.
+    fn note(&self, reached: Residency) -> Option<String> {
+        let asked = self.operation.view.target_hot_ratio?.ppm();
+        let planned = self.work.planned_ppm;
+        (reached != Residency::Mixed || planned.abs_diff(asked) > NEAR_PPM).then(|| {
+            format!(
+                "{asked} ppm hot were asked for; the nearest that {} whole units allow is {planned} ppm ({reached})",
+                self.index.len()
+            )
+        })
+    }
+
+    /// Some unit, or the manifest, is readable nowhere: every holder has said so under this operation's fence.
+    fn lost(&self) -> Step {
+        let units = self.index.len();
+        let mut readable = self.hot.clone();
+        readable.union_with(&self.cold);
+        let missing = units.saturating_sub(readable.count());
+        let reason = if missing > 0 {
+            format!("{missing} of {units} units have no readable replica on any node")
+        } else {
+            "the manifest is readable on no node".to_owned()
+        };
+        let mut evidence = self.seen.evidence();
+        let absent = self.metadata.placement.iter().filter(|node| !self.seen.inventory.nodes.contains_key(*node));
+        // A node that holds nothing has no fence of its own any more; it was asked under this one.
+        evidence.extend(absent.map(|node| NodeEvidence {
+            node: node.clone(),
+            incarnation: String::new(),
+            fence: self.operation.view.fence,
+        }));
+        Step::Append(Command::RevisionDegraded(RevisionDegraded {
+            identity: self.metadata.identity.clone(),
+            instance: self.metadata.instance.clone(),
+            evidence,
+            reason,
+        }))
+    }
+}

@@ -1,0 +1,383 @@
+//! The aggregate root: one weight revision. Its record, and the commands that change it once it is published: policy,
+//! removal, loss and recovery, purge (RFC, State Model; Residency Policy; Delete and Ordinary Eviction).
+
+use std::collections::BTreeMap;
+
+use ballast_schemas::{
+    Availability, Digest, ErrorCode, EventBody, HotRatio, ImportSession, LeaseGrant, LeaseId, LogPosition, LogTime,
+    MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationStatus, Outcome, Rejection, Remove,
+    Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, UpdatePolicy, WeightRevisionMetadata,
+    WeightStoragePolicy,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::fold::{Fold, details};
+use crate::operation::{End, OperationKey};
+
+/// Everything the log says of one revision.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Revision {
+    pub metadata: WeightRevisionMetadata,
+    /// IMPORTING only.
+    pub import: Option<Import>,
+    /// Digest of the manifest reference as committed. Set once at READY and never again: a tombstone with it was readable
+    /// once, one without never was.
+    pub published: Option<Digest>,
+    pub leases: BTreeMap<LeaseId, Lease>,
+    /// Leases that ended a short while ago, so that a late repeat neither brings one back nor lies about its end.
+    pub ended_leases: BTreeMap<LeaseId, EndedLease>,
+    /// Whether the initial convergence to the preferred residency is over.
+    pub converged: bool,
+    /// What the last successful migration was asked for: a split that the model can not satisfy exactly is not tried again
+    /// on every access.
+    pub settled: Option<Settled>,
+    /// When the last migration ended, for the cooldown.
+    pub last_migration: Option<LogTime>,
+    /// When a lease was last granted.
+    pub last_access: LogTime,
+    /// The last log position that authorised an effect on these bytes: older evidence does not count.
+    pub effect_fence: LogPosition,
+    /// Lost nodes that still owe the deletion of their copies.
+    pub owed: Vec<NodeId>,
+}
+
+/// An open import.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Import {
+    pub session: ImportSession,
+    /// As the caller gave it: a repeated begin must carry the same.
+    pub policy: Option<WeightStoragePolicy>,
+    pub logical_bytes: u64,
+    pub unit_count: u32,
+}
+
+/// An active lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Lease {
+    pub holder: String,
+    /// As acquired: a repeated acquire must carry the same.
+    pub acquired_ttl_ms: u64,
+    /// Of the grant or the last renewal that moved the end.
+    pub ttl_ms: u64,
+    pub expires_at: LogTime,
+    /// Log position of the grant.
+    pub granted_at: LogPosition,
+}
+
+/// A lease that has ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct EndedLease {
+    /// It expired before it was released.
+    pub lapsed: bool,
+    /// Remembered until then.
+    pub until: LogTime,
+}
+
+/// What a migration was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Settled {
+    pub target: Residency,
+    pub ratio: Option<HotRatio>,
+}
+
+impl Settled {
+    /// Where a policy wants its revision.
+    pub fn preferred(policy: &WeightStoragePolicy) -> Self {
+        let mixed = policy.preferred_residency == Residency::Mixed;
+        Self { target: policy.preferred_residency, ratio: mixed.then_some(policy.mixed_hot_ratio) }
+    }
+}
+
+impl Revision {
+    /// Log position that names its current bytes.
+    pub fn position(&self) -> LogPosition {
+        self.metadata.instance.position
+    }
+
+    /// An active lease as its holder sees it.
+    pub fn grant(&self, lease_id: &LeaseId) -> Option<LeaseGrant> {
+        let lease = self.leases.get(lease_id)?;
+        Some(LeaseGrant {
+            lease_id: lease_id.clone(),
+            holder: lease.holder.clone(),
+            identity: self.metadata.identity.clone(),
+            instance: self.metadata.instance.clone(),
+            ttl_ms: lease.ttl_ms,
+            expires_at: lease.expires_at,
+        })
+    }
+
+    /// The active MIGRATING, REPAIRING or DELETING operation.
+    pub fn operation_key(&self) -> Option<OperationKey> {
+        OperationKey::of(self.metadata.operation_id.as_ref()?)
+    }
+
+    /// Whether observed residency is `goal`, or the nearest to it that the last migration could reach.
+    pub fn is_at(&self, goal: Settled) -> bool {
+        match goal.target {
+            Residency::Mixed => self.settled == Some(goal),
+            target => self.metadata.residency == target,
+        }
+    }
+
+    /// Whether a read finds it colder than the policy prefers.
+    pub fn is_colder_than_preferred(&self) -> bool {
+        let policy = &self.metadata.policy;
+        match policy.preferred_residency {
+            Residency::Hot => self.metadata.residency != Residency::Hot,
+            Residency::Mixed => {
+                !self.is_at(Settled::preferred(policy)) && self.metadata.observed_hot_ppm < policy.mixed_hot_ratio.ppm()
+            }
+            _ => false,
+        }
+    }
+
+    /// STALE_GENERATION unless the caller saw the current record.
+    pub fn expect_generation(&self, expected: u64) -> Result<(), Rejection> {
+        let current = self.metadata.metadata_generation;
+        let identity = &self.metadata.identity;
+        if current == u64::MAX {
+            let message =
+                format!("revision {identity} has used up its metadata generations; publish a new generation of it");
+            return Err(Rejection::new(ErrorCode::GenerationExhausted, message));
+        }
+        if expected != current {
+            let message = format!(
+                "revision {identity} is at metadata generation {current}, expected {expected}; read it again and decide anew"
+            );
+            return Err(Rejection::new(ErrorCode::StaleGeneration, message)
+                .with_details(details([("expected", expected.into()), ("current", current.into())])));
+        }
+        Ok(())
+    }
+
+    /// Whether `expected` is the current generation or the one before: what a repeat of the last change carries.
+    pub fn is_repeat_of_last_change(&self, expected: u64) -> bool {
+        let current = self.metadata.metadata_generation;
+        expected == current || expected.checked_add(1) == Some(current)
+    }
+
+    /// BUSY with the active operation named, if there is one.
+    pub fn expect_no_operation(&self) -> Result<(), Rejection> {
+        let Some(operation_id) = &self.metadata.operation_id else { return Ok(()) };
+        let message = format!(
+            "revision {} has the active operation {operation_id}; wait for its end or cancel it",
+            self.metadata.identity
+        );
+        Err(Rejection::new(ErrorCode::Busy, message)
+            .with_details(details([("operation_id", operation_id.as_str().into())])))
+    }
+
+    /// BUSY with the leases counted, if there is one.
+    pub fn expect_no_lease(&self, clock: LogTime) -> Result<(), Rejection> {
+        let Some(last) = self.leases.values().map(|lease| lease.expires_at).max() else { return Ok(()) };
+        let count = self.leases.len();
+        let message = format!(
+            "revision {} has {count} active leases, the last of which ends in {} ms unless renewed; wait for their release",
+            self.metadata.identity,
+            last.since(clock)
+        );
+        Err(Rejection::new(ErrorCode::Busy, message).with_details(details([
+            ("active_lease_count", count.into()),
+            ("last_lease_expiry_ms", last.since(clock).into()),
+        ])))
+    }
+
+    /// NOT_READY unless published and whole.
+    pub fn expect_ready(&self) -> Result<(), Rejection> {
+        let availability = self.metadata.availability;
+        if availability == Availability::Ready {
+            return Ok(());
+        }
+        Err(not_ready(&self.metadata.identity, availability, "READY"))
+    }
+}
+
+/// NOT_READY with the availability found.
+pub(crate) fn not_ready(identity: &RevisionIdentity, found: Availability, expected: &str) -> Rejection {
+    let advice = match found {
+        Availability::Importing => "; commit or abort its import first",
+        Availability::Degraded => "; it lost replicas and must be repaired first",
+        Availability::Ready | Availability::Deleting | Availability::Deleted => "",
+    };
+    Rejection::new(ErrorCode::NotReady, format!("revision {identity} is {found}, expected {expected}{advice}"))
+        .with_details(details([("availability", found.name().into())]))
+}
+
+impl Fold<'_> {
+    pub fn update_policy(&mut self, command: &UpdatePolicy) -> Outcome {
+        let identity = &command.identity;
+        let revision = self.revision(identity)?;
+        let metadata = &revision.metadata;
+        if !matches!(metadata.availability, Availability::Ready | Availability::Degraded) {
+            return Err(not_ready(identity, metadata.availability, "READY or DEGRADED"));
+        }
+        if metadata.policy == command.policy && revision.is_repeat_of_last_change(command.expected_metadata_generation)
+        {
+            return self.revision_reply(identity);
+        }
+        self.expect_not_retired(identity)?;
+        let revision = self.revision(identity)?;
+        revision.expect_no_operation()?;
+        revision.expect_generation(command.expected_metadata_generation)?;
+        // AUTO converges by itself; the other modes wait to be asked (RFC, Migration Mode).
+        let goal = Settled::preferred(&command.policy);
+        let converge = command.policy.migration_mode == MigrationMode::Auto
+            && revision.metadata.availability == Availability::Ready
+            && !revision.is_at(goal);
+        let operation_id = converge.then(|| self.add_migration(identity, goal, MigrationTrigger::Policy));
+        self.change_revision(identity, |revision| {
+            revision.metadata.policy = command.policy;
+            revision.metadata.operation_id = operation_id.clone();
+        });
+        self.emit_revision(identity, |revision| EventBody::PolicyUpdated { revision });
+        self.emit_started(operation_id.as_ref());
+        self.revision_reply(identity)
+    }
+
+    pub fn remove(&mut self, command: &Remove) -> Outcome {
+        let identity = &command.identity;
+        let revision = self.revision(identity)?;
+        match revision.metadata.availability {
+            // A retry: what was asked for is done or under way.
+            Availability::Deleting | Availability::Deleted => return self.revision_reply(identity),
+            Availability::Importing => {
+                return Err(not_ready(identity, Availability::Importing, "READY or DEGRADED"));
+            }
+            Availability::Ready | Availability::Degraded => {}
+        }
+        if let Some(claim) =
+            self.open_claim(&identity.lineage()).filter(|claim| claim.base == *identity || claim.target == *identity)
+        {
+            return Err(claim_busy(claim, "wait for its end or abort it"));
+        }
+        let revision = self.revision(identity)?;
+        revision.expect_no_lease(self.clock())?;
+        revision.expect_no_operation()?;
+        revision.expect_generation(command.expected_metadata_generation)?;
+        self.start_deletion(identity);
+        self.revision_reply(identity)
+    }
+
+    pub fn revision_degraded(&mut self, command: &RevisionDegraded) -> Outcome {
+        let identity = &command.identity;
+        let revision = self.revision(identity)?;
+        match revision.metadata.availability {
+            Availability::Degraded => return self.revision_reply(identity),
+            Availability::Ready => {}
+            found => return Err(not_ready(identity, found, "READY")),
+        }
+        expect_evidence(revision, &command.instance, &command.evidence)?;
+        // What it was migrating to can not be reached: repair comes first.
+        if let Some(key) = revision.operation_key() {
+            let error = OperationError {
+                code: ErrorCode::NotReady,
+                message: format!("the revision degraded: {}", command.reason),
+            };
+            self.end_or_request(key, End { error: Some(error), ..End::new(OperationStatus::Superseded) });
+        }
+        self.change_revision(identity, |revision| {
+            revision.metadata.availability = Availability::Degraded;
+            revision.settled = None;
+        });
+        self.emit_revision(identity, |revision| EventBody::RevisionDegraded {
+            revision,
+            reason: command.reason.clone(),
+        });
+        self.target_degraded(identity);
+        self.revision_reply(identity)
+    }
+
+    pub fn revision_recovered(&mut self, command: &RevisionRecovered) -> Outcome {
+        let identity = &command.identity;
+        let revision = self.revision(identity)?;
+        match revision.metadata.availability {
+            Availability::Ready => return self.revision_reply(identity),
+            Availability::Degraded => {}
+            found => return Err(not_ready(identity, found, "DEGRADED")),
+        }
+        expect_evidence(revision, &command.instance, &command.evidence)?;
+        expect_readable(command.residency)?;
+        // An initial convergence that the loss cut short goes on.
+        let goal = Settled::preferred(&revision.metadata.policy);
+        let unfinished =
+            !revision.converged && revision.metadata.operation_id.is_none() && goal.target != command.residency;
+        let operation_id = unfinished.then(|| self.add_migration(identity, goal, MigrationTrigger::Initial));
+        self.change_revision(identity, |revision| {
+            revision.metadata.availability = Availability::Ready;
+            revision.metadata.residency = command.residency;
+            revision.metadata.observed_hot_ppm = command.observed_hot_ppm.min(1_000_000);
+            if operation_id.is_some() {
+                revision.metadata.operation_id = operation_id.clone();
+            }
+        });
+        self.emit_revision(identity, |revision| EventBody::RevisionReady { revision });
+        self.emit_started(operation_id.as_ref());
+        self.target_ready(identity);
+        self.revision_reply(identity)
+    }
+}
+
+/// BUSY naming the claim.
+pub(crate) fn claim_busy(claim: &ballast_schemas::ReplacementClaim, advice: &str) -> Rejection {
+    let message = format!(
+        "lineage {} is claimed by replacement {:?} of generation {} by {} ({}, {}); {advice}",
+        claim.lineage,
+        claim.request_id,
+        claim.base.weight_generation,
+        claim.target.weight_generation,
+        claim.mode,
+        claim.phase
+    );
+    Rejection::new(ErrorCode::Busy, message).with_details(details([
+        ("request_id", claim.request_id.as_str().into()),
+        ("phase", claim.phase.name().into()),
+        ("target_generation", claim.target.weight_generation.into()),
+        ("operation_id", claim.operation_id.as_str().into()),
+    ]))
+}
+
+/// Evidence counts only about these bytes and only if it was given under the last authorised effect or a later one.
+pub(crate) fn expect_evidence(
+    revision: &Revision,
+    instance: &ballast_schemas::InstanceId,
+    evidence: &[NodeEvidence],
+) -> Result<(), Rejection> {
+    let metadata = &revision.metadata;
+    if *instance != metadata.instance {
+        let message = format!(
+            "the evidence is about instance {instance}, expected {}; look at the nodes again",
+            metadata.instance
+        );
+        return Err(Rejection::new(ErrorCode::Conflict, message));
+    }
+    if evidence.is_empty() {
+        return Err(Rejection::new(ErrorCode::InvalidArgument, "evidence names no node; ask every holder first"));
+    }
+    match evidence.iter().find(|evidence| evidence.fence < revision.effect_fence) {
+        Some(stale) => {
+            let message = format!(
+                "the evidence of node {} is under fence {}, older than the last effect at {}; ask it again",
+                stale.node, stale.fence, revision.effect_fence
+            );
+            Err(Rejection::new(ErrorCode::Conflict, message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// READY corresponds only to HOT, COLD or MIXED (RFC, State Model).
+pub(crate) fn expect_readable(residency: Residency) -> Result<(), Rejection> {
+    match residency {
+        Residency::Hot | Residency::Cold | Residency::Mixed => Ok(()),
+        found => Err(Rejection::new(
+            ErrorCode::InvalidArgument,
+            format!("residency {found} is not that of a readable revision; expected HOT, COLD or MIXED"),
+        )),
+    }
+}

@@ -1,0 +1,351 @@
+//! `State`: everything the log says, and the questions it answers. Changed only by `fold`.
+//!
+//! Authoritative records are in [`Record`] (what a snapshot holds); whatever can be derived from them is in the index and is
+//! rebuilt after a restore (RFC, HA and Upgrade). Cost is O(revisions + leases + operations), never O(tensors).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use ballast_schemas::{
+    Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest, ImportSession,
+    InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey, ListRequest, LogTime, OperationId, Outcome,
+    ReplacementClaim, ReplicaId, Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId,
+    UpsertMode, WeightOperation, WeightRevisionMetadata,
+};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use crate::cluster::{AnnouncedReplica, Cluster};
+use crate::index::Index;
+use crate::invariants::{self, Violation};
+use crate::lineage::Lineage;
+use crate::list;
+use crate::operation::{Operation, OperationKey};
+use crate::revision::Revision;
+
+/// The layout of a snapshot. A snapshot of another format is refused, never guessed at.
+const SNAPSHOT_FORMAT: u32 = 1;
+/// The rules of this fold; raised only by a confirmed log entry.
+const FOLD_VERSION: u32 = 1;
+
+/// The management state after some log entry. Serialises as its authoritative records (MessagePack with named fields);
+/// a reader of a snapshot calls [`State::check_invariants`] before it trusts it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    pub(crate) record: Record,
+    pub(crate) index: Index,
+}
+
+/// What a snapshot holds. An optional section that is missing is an empty one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    pub format: u32,
+    pub fold_version: u32,
+    pub log_seq: u64,
+    /// The log clock in nanoseconds: entries closer together than a millisecond must still add up.
+    pub clock_ns: u64,
+    /// Stream timestamp of the last entry.
+    pub last_unix_ns: u64,
+    /// Chains every envelope and its outcomes: two replicas with equal chains decided everything alike.
+    pub chain: Digest,
+    pub cluster: Option<Cluster>,
+    pub config: ClusterConfig,
+    #[serde(default)]
+    pub capabilities: BTreeSet<Capability>,
+    #[serde(default)]
+    pub replicas: BTreeMap<ReplicaId, AnnouncedReplica>,
+    /// The last two verified snapshots, oldest first.
+    #[serde(default)]
+    pub snapshots: Vec<SnapshotCommitted>,
+    #[serde(default)]
+    pub lineages: BTreeMap<LineageKey, Lineage>,
+    #[serde(default)]
+    pub revisions: BTreeMap<RevisionIdentity, Revision>,
+    #[serde(default)]
+    pub operations: BTreeMap<OperationKey, Operation>,
+    #[serde(default)]
+    pub recent: BTreeMap<CommandId, Remembered>,
+}
+
+/// The outcome of a recent command, for its repeats.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Remembered {
+    /// Digest of what the command asked for.
+    pub content: Digest,
+    pub outcome: Outcome,
+    /// The command's `not_after`: no repeat is accepted later anyway.
+    pub until: LogTime,
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        Self {
+            format: SNAPSHOT_FORMAT,
+            fold_version: FOLD_VERSION,
+            log_seq: 0,
+            clock_ns: 0,
+            last_unix_ns: 0,
+            chain: Digest::from_bytes([0; 32]),
+            cluster: None,
+            config: ClusterConfig::default(),
+            capabilities: BTreeSet::new(),
+            replicas: BTreeMap::new(),
+            snapshots: Vec::new(),
+            lineages: BTreeMap::new(),
+            revisions: BTreeMap::new(),
+            operations: BTreeMap::new(),
+            recent: BTreeMap::new(),
+        }
+    }
+}
+
+impl Serialize for State {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.record.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for State {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let record = Record::deserialize(deserializer)?;
+        if record.format != SNAPSHOT_FORMAT || record.fold_version != FOLD_VERSION {
+            return Err(serde::de::Error::custom(format!(
+                "snapshot format {} with fold version {} is unknown; this build reads format {SNAPSHOT_FORMAT} with fold version {FOLD_VERSION}: use the build that wrote it",
+                record.format, record.fold_version
+            )));
+        }
+        let index = Index::of(&record);
+        Ok(Self { record, index })
+    }
+}
+
+/// How many of everything there are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Revisions by availability, tombstones too.
+    pub revisions: BTreeMap<Availability, u64>,
+    /// Revisions by residency, tombstones too.
+    pub residency: BTreeMap<Residency, u64>,
+    /// Operations that have not ended.
+    pub active_operations: u64,
+    /// Leases that have not ended.
+    pub active_leases: u64,
+    /// The latest replacement claim of every lineage, by mode and phase.
+    pub claims: BTreeMap<(UpsertMode, ClaimPhase), u64>,
+}
+
+impl State {
+    /// Before the first entry of a log.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The last folded sequence; 0 before the first.
+    #[must_use]
+    pub fn log_seq(&self) -> u64 {
+        self.record.log_seq
+    }
+
+    /// The log clock after the last folded entry.
+    #[must_use]
+    pub fn log_clock(&self) -> LogTime {
+        LogTime(self.record.clock_ns.checked_div(1_000_000).unwrap_or_default())
+    }
+
+    /// The cluster, once its first entry is folded.
+    #[must_use]
+    pub fn cluster(&self) -> Option<&Cluster> {
+        self.record.cluster.as_ref()
+    }
+
+    /// The cluster's id, once its first entry is folded.
+    #[must_use]
+    pub fn cluster_id(&self) -> Option<&ClusterId> {
+        self.cluster().map(|cluster| &cluster.cluster_id)
+    }
+
+    /// The cluster-wide settings in force.
+    #[must_use]
+    pub fn config(&self) -> &ClusterConfig {
+        &self.record.config
+    }
+
+    /// Whether a gate is open.
+    #[must_use]
+    pub fn has_capability(&self, capability: Capability) -> bool {
+        self.record.capabilities.contains(&capability)
+    }
+
+    /// Replicas that announced themselves, with what they can fold.
+    pub fn replicas(&self) -> impl Iterator<Item = (&ReplicaId, &AnnouncedReplica)> {
+        self.record.replicas.iter()
+    }
+
+    /// The last two verified snapshots, oldest first.
+    #[must_use]
+    pub fn snapshots(&self) -> &[SnapshotCommitted] {
+        &self.record.snapshots
+    }
+
+    /// A revision's record; tombstones and imports in progress too.
+    #[must_use]
+    pub fn revision(&self, identity: &RevisionIdentity) -> Option<&WeightRevisionMetadata> {
+        self.record.revisions.get(identity).map(|revision| &revision.metadata)
+    }
+
+    /// A revision's record with the live figures beside it.
+    #[must_use]
+    pub fn view(&self, identity: &RevisionIdentity) -> Option<RevisionView> {
+        let revision = self.record.revisions.get(identity)?;
+        let nearest = revision.leases.values().map(|lease| lease.expires_at).min();
+        Some(RevisionView {
+            metadata: revision.metadata.clone(),
+            active_lease_count: u32::try_from(revision.leases.len()).unwrap_or(u32::MAX),
+            nearest_lease_expiry_ms: nearest.map(|at| at.since(self.log_clock())),
+            watermark: self.watermark(&identity.lineage()),
+        })
+    }
+
+    /// The open import session of a revision.
+    #[must_use]
+    pub fn import(&self, identity: &RevisionIdentity) -> Option<&ImportSession> {
+        self.record.revisions.get(identity)?.import.as_ref().map(|import| &import.session)
+    }
+
+    /// An active lease.
+    #[must_use]
+    pub fn lease(&self, identity: &RevisionIdentity, lease_id: &LeaseId) -> Option<LeaseGrant> {
+        self.record.revisions.get(identity)?.grant(lease_id)
+    }
+
+    /// Every active lease of a revision.
+    #[must_use]
+    pub fn leases(&self, identity: &RevisionIdentity) -> Vec<LeaseGrant> {
+        let Some(revision) = self.record.revisions.get(identity) else { return Vec::new() };
+        revision.leases.keys().filter_map(|lease_id| revision.grant(lease_id)).collect()
+    }
+
+    /// One page of a tenant's revisions in order of (namespace, resource, revision, generation). Imports in progress,
+    /// deletions and tombstones only with `all`. A page may be shorter than `limit`; the last one has an empty token.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` for a limit of 0 or above 1000, or a token that no page gave.
+    pub fn list(&self, tenant: &TenantId, request: &ListRequest) -> Result<RevisionPage, BallastError> {
+        list::page(self, tenant, request)
+    }
+
+    /// An operation, ended or not.
+    #[must_use]
+    pub fn operation(&self, operation_id: &OperationId) -> Option<&WeightOperation> {
+        self.record.operations.get(&OperationKey::of(operation_id)?).map(|operation| &operation.view)
+    }
+
+    /// A tenant's operations, newest first; those that have ended only with `all`.
+    #[must_use]
+    pub fn operations(&self, tenant: &TenantId, all: bool, limit: u32) -> Vec<WeightOperation> {
+        let Some(keys) = self.index.tenants.get(tenant) else { return Vec::new() };
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        let keys: Vec<&OperationKey> = if all {
+            // Both sets are ordered: the newest of each are enough.
+            let mut newest: Vec<&OperationKey> =
+                keys.active.iter().rev().take(limit).chain(keys.ended.iter().rev().take(limit)).collect();
+            newest.sort_unstable_by(|a, b| b.cmp(a));
+            newest
+        } else {
+            keys.active.iter().rev().collect()
+        };
+        let operations = keys.into_iter().filter_map(|key| self.record.operations.get(key));
+        operations.take(limit).map(|operation| operation.view.clone()).collect()
+    }
+
+    /// The latest replacement claim of a lineage.
+    #[must_use]
+    pub fn claim(&self, lineage: &LineageKey) -> Option<&ReplacementClaim> {
+        self.record.lineages.get(lineage)?.claim.as_ref()
+    }
+
+    /// The highest generation of a lineage whose publication is complete; 0 before the first. Orders and fences only: it
+    /// does not say which generation is being served.
+    #[must_use]
+    pub fn watermark(&self, lineage: &LineageKey) -> u64 {
+        self.record.lineages.get(lineage).map_or(0, |lineage| lineage.watermark)
+    }
+
+    /// Operations that want a worker, oldest first.
+    pub fn runnable_operations(&self) -> impl Iterator<Item = &WeightOperation> {
+        self.index.runnable.iter().filter_map(|key| self.record.operations.get(key)).map(|operation| &operation.view)
+    }
+
+    /// The earliest moment at which time alone changes something: a lease, a session, a worker's claim, a back-off or a
+    /// park timer ends.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<LogTime> {
+        self.index.deadlines.first().map(|(at, _)| *at)
+    }
+
+    /// What the log knows of the bytes of one import.
+    #[must_use]
+    pub fn instance_standing(&self, instance: &InstanceId) -> InstanceStanding {
+        if let Some(identity) = self.index.instances.get(&instance.position) {
+            let found = self.record.revisions.get(identity).map(|revision| &revision.metadata);
+            return match found.filter(|metadata| metadata.instance == *instance) {
+                Some(metadata) if metadata.availability == Availability::Deleted => InstanceStanding::Deleted,
+                Some(_) => InstanceStanding::Known,
+                None => InstanceStanding::Unknown,
+            };
+        }
+        match self.index.groups.get(&instance.group_id) {
+            // A later import of the same revision took its place.
+            Some(current) if *current > instance.position => InstanceStanding::Deleted,
+            _ => InstanceStanding::Unknown,
+        }
+    }
+
+    /// How many of everything there are.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.index.counts.clone()
+    }
+
+    /// Chains every envelope and its outcomes: two replicas at the same sequence that differ here decided something
+    /// differently, and must stop.
+    #[must_use]
+    pub fn chain(&self) -> Digest {
+        self.record.chain
+    }
+
+    /// SHA-256 of the whole state as a snapshot would hold it.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        let mut hash = HashWriter(Sha256::new());
+        // Writing into a hash can not fail, and every field has a MessagePack form.
+        let written = rmp_serde::encode::write_named(&mut hash, &self.record);
+        debug_assert!(written.is_ok(), "state has no MessagePack form: {written:?}");
+        Digest::from_bytes(hash.0.finalize().into())
+    }
+
+    /// Checks every safety invariant and the state table. O(state).
+    ///
+    /// # Errors
+    /// The first invariant that does not hold, with the record that breaks it.
+    pub fn check_invariants(&self) -> Result<(), Violation> {
+        invariants::check(self)
+    }
+}
+
+/// Feeds a hash with what a serialiser writes.
+pub(crate) struct HashWriter(pub Sha256);
+
+impl io::Write for HashWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
