@@ -1,4 +1,4 @@
-//! 2. READY is not published until payloads and manifest are committed completely: no published record without a manifest,
+//! Safety invariant 2: READY is not published until payloads and manifest are committed completely: no published record without a manifest,
 //! no manifest on one that never was published, no session left open on it.
 
 use ballast_schemas::Availability;

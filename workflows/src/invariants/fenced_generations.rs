@@ -1,4 +1,4 @@
-//! 4. A stale generation must not overwrite a newer state: the metadata generation grows with every change of the record and
+//! Safety invariant 4: A stale generation must not overwrite a newer state: the metadata generation grows with every change of the record and
 //! never falls; neither does the watermark.
 
 use super::Violation;

@@ -1,4 +1,4 @@
-//! 3. The manifest reference and payload summary are immutable after READY.
+//! Safety invariant 3: The manifest reference and payload summary are immutable after READY.
 
 use super::Violation;
 use crate::import::manifest_digest;

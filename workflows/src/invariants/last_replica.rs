@@ -1,4 +1,4 @@
-//! 6. The last memory replica is not released until a cold replica has been validated: whatever the machines did, a READY
+//! Safety invariant 6: The last memory replica is not released until a cold replica has been validated: whatever the machines did, a READY
 //! revision is readable as a whole. Needs the nodes' inventories, so it is checked in simulation and by `verify`.
 
 use ballast_schemas::{Availability, GroupInventory, RevisionIdentity};

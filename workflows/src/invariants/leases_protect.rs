@@ -1,4 +1,4 @@
-//! 5. An active lease prevents deletion and the release of existing replicas: no lease on what is being deleted, and every
+//! Safety invariant 5: An active lease prevents deletion and the release of existing replicas: no lease on what is being deleted, and every
 //! lease older than an outstanding release was granted after that release was authorised.
 
 use ballast_schemas::Availability;

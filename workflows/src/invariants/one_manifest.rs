@@ -1,4 +1,4 @@
-//! 1. Metadata can reference only one immutable manifest identity: its own revision's key and group.
+//! Safety invariant 1: Metadata can reference only one immutable manifest identity: its own revision's key and group.
 
 use super::Violation;
 use crate::state::State;

@@ -1,4 +1,4 @@
-//! 12. PUT_FIRST must not retire the base before target READY. DELETE_FIRST must not delete the base before leases and
+//! Safety invariant 12: PUT_FIRST must not retire the base before target READY. DELETE_FIRST must not delete the base before leases and
 //! operations are absent, or allow target import before base deletion.
 
 use ballast_schemas::{Availability, ClaimPhase, UpsertMode};

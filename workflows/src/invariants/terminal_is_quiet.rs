@@ -1,4 +1,4 @@
-//! 8. A terminal state has no active lease or active operation.
+//! Safety invariant 8: A terminal state has no active lease or active operation.
 
 use ballast_schemas::{Availability, OperationKind, Residency};
 
