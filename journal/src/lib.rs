@@ -4,6 +4,9 @@
 //! Not here: what a command means (`ballast-workflows`), who may send one (`ballast-gateway`). The log is a small trait
 //! ([`Log`]) with a provider in memory ([`MemoryLog`]) for simulation. See ARCHITECTURE.md, The log and the fold.
 
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking"))]
+
 mod appender;
 mod connection;
 mod events;
