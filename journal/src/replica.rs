@@ -27,7 +27,7 @@ use crate::upkeep::{self, Ledger, UpkeepError, UpkeepOptions};
 pub use error::{ReplicaError, SubmitError, WaitError};
 
 /// How long a submitter waits for its outcome: longer than any election.
-const SUBMIT_PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const SUBMIT_PATIENCE: Duration = Duration::from_secs(30);
 
 /// How a replica starts and what it does beside folding.
 #[derive(Debug, Clone)]

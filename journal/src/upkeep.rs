@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 
 use crate::appender::Appender;
 use crate::log::LogError;
-use crate::replica::{Shared, SubmitError, enqueue, fresh_command_id};
+use crate::replica::{SUBMIT_PATIENCE, Shared, SubmitError, enqueue, fresh_command_id};
 use crate::snapshots::{SnapshotError, SnapshotName, prune, write_verified};
 
 /// The command families that this build folds.
@@ -233,10 +233,11 @@ async fn append(shared: &Shared, appender: &Appender, command: Command) -> Resul
     let id = fresh_command_id();
     let not_after = shared.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
     let record = CommandRecord { id: id.clone(), not_after, command };
-    match enqueue(appender, record, || None).await?.await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(SubmitError::NotStored(error)),
-        Err(_) => {
+    let answer = enqueue(appender, record, || None).await?;
+    match tokio::time::timeout(SUBMIT_PATIENCE, answer).await {
+        Ok(Ok(Ok(_))) => Ok(()),
+        Ok(Ok(Err(error))) => Err(SubmitError::NotStored(error)),
+        Ok(Err(_)) | Err(_) => {
             Err(SubmitError::OutcomeUnknown { id, reason: "the replica was restored or stopped meanwhile".to_owned() })
         }
     }
