@@ -18,6 +18,7 @@ pub mod manifest;
 mod metadata;
 mod node;
 mod outcome;
+pub mod placement;
 mod policy;
 mod position;
 mod state;

@@ -109,7 +109,7 @@ fn numbers(r: &mut Reader<'_>, name: &'static str) -> Result<Vec<u64>, ManifestE
     r.list(RANK_MAX, Reader::number)
 }
 
-fn read_tensor(r: &mut Reader<'_>) -> Result<Tensor, ManifestError> {
+pub(crate) fn read_tensor(r: &mut Reader<'_>) -> Result<Tensor, ManifestError> {
     r.open(TENSOR_FIELDS)?;
     let dtype = text(r, "dtype")?;
     r.field("expert_id")?;
@@ -244,7 +244,7 @@ fn write_numbers(w: &mut Writer, name: &str, values: &[u64]) {
     w.list(values, |w, value| w.number(*value));
 }
 
-fn write_tensor(w: &mut Writer, tensor: &Tensor) {
+pub(crate) fn write_tensor(w: &mut Writer, tensor: &Tensor) {
     w.open();
     w.field("dtype");
     w.string(&tensor.dtype);

@@ -11,7 +11,7 @@ pub struct ManifestError {
 }
 
 impl ManifestError {
-    pub(super) fn new(path: impl Into<String>, reason: impl Into<String>) -> Self {
+    pub(crate) fn new(path: impl Into<String>, reason: impl Into<String>) -> Self {
         Self { path: path.into(), reason: reason.into() }
     }
 }

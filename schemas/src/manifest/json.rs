@@ -11,14 +11,14 @@ enum Step {
 }
 
 /// Reads one canonical document from front to back.
-pub(super) struct Reader<'a> {
+pub(crate) struct Reader<'a> {
     text: &'a str,
     at: usize,
     steps: Vec<Step>,
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Result<Self, ManifestError> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Result<Self, ManifestError> {
         let text = std::str::from_utf8(bytes).map_err(|error| {
             ManifestError::new("document", format!("not UTF-8 from byte {}", error.valid_up_to()))
         })?;
@@ -26,19 +26,19 @@ impl<'a> Reader<'a> {
     }
 
     /// Whether the document goes on with this text; nothing is consumed.
-    pub(super) fn sees(&self, text: &str) -> bool {
+    pub(crate) fn sees(&self, text: &str) -> bool {
         self.rest().starts_with(text)
     }
 
     /// Opens an object with exactly these fields, given in canonical (sorted) order.
-    pub(super) fn open(&mut self, fields: &'static [&'static str]) -> Result<(), ManifestError> {
+    pub(crate) fn open(&mut self, fields: &'static [&'static str]) -> Result<(), ManifestError> {
         self.take(b'{', "an object")?;
         self.steps.push(Step::Object { fields, at: None });
         Ok(())
     }
 
     /// Goes to the object's next field, which must be `name`.
-    pub(super) fn field(&mut self, name: &'static str) -> Result<(), ManifestError> {
+    pub(crate) fn field(&mut self, name: &'static str) -> Result<(), ManifestError> {
         let first = matches!(self.steps.last(), Some(Step::Object { at: None, .. }));
         let mut at = self.at;
         let bytes = self.text.as_bytes();
@@ -63,7 +63,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Closes the object.
-    pub(super) fn close(&mut self) -> Result<(), ManifestError> {
+    pub(crate) fn close(&mut self) -> Result<(), ManifestError> {
         if self.next_byte() != Some(b'}') {
             return Err(self.wrong_field(""));
         }
@@ -73,7 +73,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a list, one call of `item` for each element.
-    pub(super) fn list<T>(
+    pub(crate) fn list<T>(
         &mut self,
         at_most: usize,
         mut item: impl FnMut(&mut Self) -> Result<T, ManifestError>,
@@ -107,7 +107,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a whole number of 64 bits.
-    pub(super) fn number(&mut self) -> Result<u64, ManifestError> {
+    pub(crate) fn number(&mut self) -> Result<u64, ManifestError> {
         let digits = self.rest().bytes().take_while(u8::is_ascii_digit).count();
         let text = &self.rest()[..digits];
         let follows = self.rest().as_bytes().get(digits);
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a whole number or null.
-    pub(super) fn optional_number(&mut self) -> Result<Option<u64>, ManifestError> {
+    pub(crate) fn optional_number(&mut self) -> Result<Option<u64>, ManifestError> {
         if self.sees("null") {
             self.at += 4;
             return Ok(None);
@@ -135,13 +135,13 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a string that is not empty.
-    pub(super) fn string(&mut self) -> Result<String, ManifestError> {
+    pub(crate) fn string(&mut self) -> Result<String, ManifestError> {
         let text = self.any_string()?;
         if text.is_empty() { Err(self.error("is empty, expected a non-empty string")) } else { Ok(text) }
     }
 
     /// The document ends here.
-    pub(super) fn finish(&self) -> Result<(), ManifestError> {
+    pub(crate) fn finish(&self) -> Result<(), ManifestError> {
         if self.at == self.text.len() {
             return Ok(());
         }
@@ -149,7 +149,7 @@ impl<'a> Reader<'a> {
     }
 
     /// An error at the field that was read last.
-    pub(super) fn error(&self, reason: impl Into<String>) -> ManifestError {
+    pub(crate) fn error(&self, reason: impl Into<String>) -> ManifestError {
         ManifestError::new(self.path(), reason)
     }
 
@@ -325,28 +325,32 @@ fn escape(char: char) -> Option<String> {
 
 /// Writes one canonical document. The caller gives the fields in sorted order.
 #[derive(Default)]
-pub(super) struct Writer {
+pub(crate) struct Writer {
     text: String,
 }
 
 impl Writer {
-    pub(super) fn with_capacity(bytes: usize) -> Self {
+    pub(crate) fn with_capacity(bytes: usize) -> Self {
         Self { text: String::with_capacity(bytes) }
     }
 
-    pub(super) fn into_bytes(self) -> Vec<u8> {
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
         self.text.into_bytes()
     }
 
-    pub(super) fn open(&mut self) {
+    pub(crate) fn into_text(self) -> String {
+        self.text
+    }
+
+    pub(crate) fn open(&mut self) {
         self.text.push('{');
     }
 
-    pub(super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.text.push('}');
     }
 
-    pub(super) fn field(&mut self, name: &str) {
+    pub(crate) fn field(&mut self, name: &str) {
         if !self.text.ends_with('{') {
             self.text.push(',');
         }
@@ -355,7 +359,7 @@ impl Writer {
         self.text.push_str("\":");
     }
 
-    pub(super) fn list<T>(&mut self, items: impl IntoIterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
+    pub(crate) fn list<T>(&mut self, items: impl IntoIterator<Item = T>, mut item: impl FnMut(&mut Self, T)) {
         self.text.push('[');
         for (index, value) in items.into_iter().enumerate() {
             if index > 0 {
@@ -366,7 +370,7 @@ impl Writer {
         self.text.push(']');
     }
 
-    pub(super) fn number(&mut self, value: u64) {
+    pub(crate) fn number(&mut self, value: u64) {
         let mut digits = [0_u8; 20];
         let mut at = digits.len();
         let mut rest = value;
@@ -381,14 +385,14 @@ impl Writer {
         self.text.extend(digits[at..].iter().map(|digit| char::from(*digit)));
     }
 
-    pub(super) fn optional_number(&mut self, value: Option<u64>) {
+    pub(crate) fn optional_number(&mut self, value: Option<u64>) {
         match value {
             Some(value) => self.number(value),
             None => self.text.push_str("null"),
         }
     }
 
-    pub(super) fn string(&mut self, value: &str) {
+    pub(crate) fn string(&mut self, value: &str) {
         self.text.push('"');
         let mut plain = 0;
         for (at, byte) in value.bytes().enumerate() {

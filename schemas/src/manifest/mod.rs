@@ -18,10 +18,16 @@ use std::fmt;
 use document::Document;
 pub use error::ManifestError;
 pub use parts::{
-    AxisKind, ExtraFile, FRAGMENT_ALIGN_BYTES, Fragment, ParallelAxis, ROW_MAJOR, Tensor, Unit, check_file_path, fragment_id,
-    volume_bytes,
+    AxisKind, ExtraFile, FRAGMENT_ALIGN_BYTES, Fragment, ParallelAxis, ROW_MAJOR, Tensor, Unit, check_file_path,
+    check_tensor_name, fragment_id, volume_bytes,
 };
 pub use plan::{ManifestPlan, PlannedTensor};
+
+// What placement documents share with this one.
+pub(crate) use cover::{CoverProblem, Region, check_cover};
+pub(crate) use document::{read_tensor, write_tensor};
+pub(crate) use json::{Reader, Writer};
+pub(crate) use parts::{PARTS_MAX, RANK_MAX};
 use validate::Lookup;
 
 use crate::affinity::{AffinityIndex, AffinityUnit, affinity_digest};
@@ -169,6 +175,19 @@ impl Manifest {
         let tensor = self.lookup.tensor(&self.document.tensors, tensor_id);
         let places = tensor.map_or(&[][..], |tensor| self.lookup.fragments_of(tensor));
         places.iter().map(|place| &self.document.fragments[*place as usize])
+    }
+
+    /// Where a tensor stands in [`Manifest::tensors`].
+    #[must_use]
+    pub fn tensor_place(&self, tensor_id: &str) -> Option<usize> {
+        self.lookup.tensor(&self.document.tensors, tensor_id)
+    }
+
+    /// Where the fragments that hold a tensor's bytes stand in [`Manifest::fragments`], for the tensor at this place in
+    /// [`Manifest::tensors`]; none when there is no such place.
+    #[must_use]
+    pub fn fragment_places(&self, tensor_place: usize) -> &[u32] {
+        if tensor_place < self.document.tensors.len() { self.lookup.fragments_of(tensor_place) } else { &[] }
     }
 
     /// Logical payload bytes of all units.

@@ -140,9 +140,9 @@ impl Tensor {
             && self.parallel_axes == other.parallel_axes
     }
 
-    pub(super) fn check(&self, path: &dyn Fn(&str) -> String, version: u64) -> Result<(), ManifestError> {
+    pub(crate) fn check(&self, path: &dyn Fn(&str) -> String, version: u64) -> Result<(), ManifestError> {
         let wrong = |field: &str, reason: String| Err(ManifestError::new(path(field), reason));
-        check_name(&self.tensor_id).or_else(|reason| wrong("tensor_id", reason))?;
+        check_tensor_name(&self.tensor_id).or_else(|reason| wrong("tensor_id", reason))?;
         let rank = self.global_shape.len();
         if rank > RANK_MAX {
             return wrong("global_shape", format!("{rank} dimensions; at most {RANK_MAX} are allowed"));
@@ -157,7 +157,7 @@ impl Tensor {
             return wrong("global_shape", "the tensor's bytes do not fit in 64 bits".to_owned());
         }
         for (field, text) in [("dtype", &self.dtype), ("layout_fingerprint", &self.layout_fingerprint)] {
-            check_name(text).or_else(|reason| wrong(field, reason))?;
+            check_tensor_name(text).or_else(|reason| wrong(field, reason))?;
         }
         if !self.shard_dims.is_sorted_by(|a, b| a < b) || self.shard_dims.iter().any(|dim| *dim as usize >= rank) {
             return wrong("shard_dims", format!("{:?} must ascend and lie below the rank {rank}", self.shard_dims));
@@ -268,7 +268,11 @@ pub fn fragment_id(tensor_id: &str, global_offset: &[u64], local_shape: &[u64]) 
     Digest::of(text.as_bytes()).to_string()[..24].to_owned()
 }
 
-fn check_name(text: &str) -> Result<(), String> {
+/// Whether a text may name a tensor: 1 to [`NAME_BYTES_MAX`] bytes without NUL.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_tensor_name(text: &str) -> Result<(), String> {
     if text.is_empty() {
         return Err("is empty".to_owned());
     }
@@ -286,7 +290,7 @@ fn check_name(text: &str) -> Result<(), String> {
 /// # Errors
 /// What is wrong with it.
 pub fn check_file_path(path: &str) -> Result<(), String> {
-    check_name(path)?;
+    check_tensor_name(path)?;
     for component in path.split('/') {
         if component.is_empty() {
             return Err(format!("{path:?} has an empty component; give a relative path"));
