@@ -171,11 +171,10 @@ impl Gateway {
             Some(address) => Some(http::bind(address).await.map_err(|source| GatewayError::Http { address, source })?),
             None => None,
         };
-        let client =
-            connect(&options.nats_url, &format!("ballast-gateway {}", options.replica_id), options.connect_patience)
-                .await?;
+        let name = format!("ballast-gateway {}", options.replica_id);
+        let client = connect(&options.nats_url, &name, options.connect_patience).await?;
         let streams = open_streams(client.clone(), &options.streams).await?;
-        let key = token_key(&streams).await?;
+        let tokens = TokenIssuer::new(token_key(&streams).await?)?;
         let (events, sink) = EventPublisher::start(&streams);
         let log: Arc<dyn Log> = Arc::new(JetStreamLog::new(&streams));
         let create = CreateCluster {
@@ -200,20 +199,18 @@ impl Gateway {
             replica: replica.clone(),
             directory: directory.clone(),
             nodes: NodeClient::new(client.clone()),
-            tokens: TokenIssuer::new(key),
+            tokens,
             metrics: Metrics::new(),
             promises: Promises::default(),
             cluster_id: streams.cluster_id().clone(),
             replica_id: options.replica_id.clone(),
             answer_bytes_max: client.server_info().max_payload.saturating_sub(HEADERS_BYTES),
         });
-        let listening = service::listen(&client, &context)
-            .await
-            .map_err(|error| GatewayError::Service { reason: error.to_string() })?;
-        let hellos =
-            hello::listen(&client).await.map_err(|error| GatewayError::Service { reason: error.to_string() })?;
-        // Whoever hears of this gateway can call it: its subscriptions have reached the server.
-        client.flush().await.map_err(|error| GatewayError::Service { reason: error.to_string() })?;
+        let refused = |reason: String| GatewayError::Service { reason };
+        let hellos = hello::listen(&client).await.map_err(|error| refused(error.to_string()))?;
+        let front = connect(&options.nats_url, &format!("{name} requests"), options.connect_patience).await?;
+        let listening = service::listen(front, &context).await.map_err(|error| refused(error.to_string()))?;
+        listening.pass_through(&client).await.map_err(|error| refused(error.to_string()))?;
         let handle = GatewayHandle { replica, directory, streams, http: http.as_ref().map(|(_, address)| *address) };
         Ok(Self { options, client, context, log, listening, hellos, http, handle, _publishers: (events, hints) })
     }

@@ -80,7 +80,7 @@ async fn welcome(context: &Context, hello: &NodeHello) -> Result<HelloReply, Bal
         cluster_id: context.cluster_id.clone(),
         incarnation: state.cluster().map_or(0, |cluster| cluster.incarnation),
         log_seq: state.log_seq(),
-        token_key: context.tokens.key().as_bytes().to_vec(),
+        token_key: context.tokens.key_bytes(),
         standings: hello.instances.iter().map(|instance| state.instance_standing(instance)).collect(),
     });
     tracing::info!(%node, incarnation = hello.incarnation, instances = hello.instances.len(), "node introduced");

@@ -16,6 +16,12 @@ use serde_json::Value;
 /// Fields of a request body that hold an identity.
 const IDENTITY_FIELDS: [&str; 3] = ["identity", "base", "target"];
 
+/// Characters of a message about a wrong request.
+const MESSAGE_CHARS_MAX: usize = 500;
+
+/// Characters of a verb that is none.
+const VERB_CHARS_SHOWN: usize = 64;
+
 /// The tenant that a subject names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CallTenant {
@@ -89,10 +95,11 @@ impl Call {
 
     /// Reads the body strictly and checks what every request may carry.
     pub(crate) fn read<B: DeserializeOwned>(&self) -> Result<Request<B>, BallastError> {
-        let mut request: Request<B> = match self.with_tenant() {
-            Some(filled) => Request::from_json(&filled)?,
-            None => Request::from_json(&self.payload)?,
+        let read = match self.with_tenant() {
+            Some(filled) => Request::from_json(&filled),
+            None => Request::from_json(&self.payload),
         };
+        let mut request: Request<B> = read.map_err(shortened)?;
         let options = &mut request.options;
         if options.request_id.is_none() {
             options.request_id.clone_from(&self.own_request_id);
@@ -155,6 +162,15 @@ impl Call {
     }
 }
 
+/// What is wrong with a request may hold as much of it as the caller sent; the answer does not.
+fn shortened(mut error: BallastError) -> BallastError {
+    if let Some((at, _)) = error.message.char_indices().nth(MESSAGE_CHARS_MAX) {
+        error.message.truncate(at);
+        error.message.push('…');
+    }
+    error
+}
+
 /// The verb's entry in [`VERBS`].
 pub(crate) fn known_verb(text: &str) -> Option<&'static str> {
     VERBS.iter().copied().find(|verb| *verb == text)
@@ -162,6 +178,7 @@ pub(crate) fn known_verb(text: &str) -> Option<&'static str> {
 
 /// There is no such verb: these are.
 pub(crate) fn unknown_verb(text: &str) -> BallastError {
+    let text: String = text.chars().take(VERB_CHARS_SHOWN).collect();
     let message =
         format!("there is no verb {text:?}; call ballast.v1.<tenant>.<verb> with one of: {}", VERBS.join(", "));
     BallastError::new(ErrorCode::NotFound, message).with_details(serde_json::json!({ "verbs": VERBS }))
@@ -267,6 +284,15 @@ mod tests {
         let mut own = call("ballast.v1.default.list", "").unwrap();
         own.own_request_id = Some("inbox-7".to_owned());
         assert_eq!(own.read::<ListRequest>().unwrap().options.request_id.as_deref(), Some("inbox-7"));
+    }
+
+    #[test]
+    fn an_error_does_not_echo_a_long_request() {
+        let body = format!("{{\"{}\":1}}", "é".repeat(50_000));
+        let error = call("ballast.v1.default.list", &body).unwrap().read::<ListRequest>().unwrap_err();
+        assert!(error.message.contains("unknown field") && error.message.chars().count() == MESSAGE_CHARS_MAX + 1);
+        let error = call(&format!("ballast.v1.default.{}", "x".repeat(2000)), "{}").unwrap_err();
+        assert!(error.message.len() < 1000);
     }
 
     #[test]

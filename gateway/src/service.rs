@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use async_nats::connection::State as ConnectionState;
 use async_nats::service::endpoint::Endpoint;
 use async_nats::service::{
     NATS_SERVICE_ERROR, NATS_SERVICE_ERROR_CODE, Request as ServiceRequest, Service, ServiceExt,
@@ -16,7 +17,7 @@ use ballast_schemas::{BallastError, ErrorCode, VERBS};
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::stream::{SelectAll, select_all};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, RwLock, Semaphore};
 
 use crate::context::Context;
 use crate::request::{Answer, Call, error_body, known_verb, unknown_verb};
@@ -39,8 +40,9 @@ pub(crate) struct Limits {
     pub deadline: Duration,
 }
 
-/// The service, listening.
+/// The service, listening on a connection of its own: requests do not hold up the log, and the connection can be drained.
 pub(crate) struct Listening {
+    front: Client,
     service: Service,
     requests: SelectAll<Endpoint>,
     /// Everything under `ballast.v1`, for the sake of verbs that there are not.
@@ -53,13 +55,13 @@ impl std::fmt::Debug for Listening {
     }
 }
 
-/// Registers the service and its endpoints.
-pub(crate) async fn listen(client: &Client, context: &Context) -> Result<Listening, async_nats::Error> {
+/// Registers the service and its endpoints on `front`. Once it returns, the server knows them.
+pub(crate) async fn listen(front: Client, context: &Context) -> Result<Listening, async_nats::Error> {
     let metadata = HashMap::from([
         ("cluster_id".to_owned(), context.cluster_id.to_string()),
         ("replica_id".to_owned(), context.replica_id.to_string()),
     ]);
-    let builder = client
+    let builder = front
         .service_builder()
         .description("Ballast: publish, find, read, move, replace and delete model weight revisions (JSON)");
     let service =
@@ -68,85 +70,151 @@ pub(crate) async fn listen(client: &Client, context: &Context) -> Result<Listeni
     for verb in VERBS {
         endpoints.push(service.endpoint_builder().name(*verb).add(format!("ballast.v1.*.{verb}")).await?);
     }
-    let others = client.queue_subscribe(VERB_SUBJECTS, format!("{QUEUE_GROUP}-unknown")).await?;
-    Ok(Listening { service, requests: select_all(endpoints), others })
+    let others = front.queue_subscribe(VERB_SUBJECTS, format!("{QUEUE_GROUP}-unknown")).await?;
+    let listening = Listening { front: front.clone(), service, requests: select_all(endpoints), others };
+    listening.pass_through(&front).await?;
+    Ok(listening)
+}
+
+impl Listening {
+    /// Waits for an answer of this service over `client`. The server reads a connection in order: then it has every
+    /// subscription that was made on it before.
+    pub(crate) async fn pass_through(&self, client: &Client) -> Result<(), async_nats::RequestError> {
+        let subject = format!("$SRV.PING.{SERVICE_NAME}.{}", self.service.info().await.id);
+        client.request(subject, Bytes::new()).await.map(drop)
+    }
+}
+
+/// What the tasks of requests share.
+#[derive(Debug)]
+struct Desk {
+    context: Arc<Context>,
+    /// Answers go through it once the connection of the requests is being drained.
+    main: Client,
+    is_draining: RwLock<bool>,
+    permits: Arc<Semaphore>,
+    limits: Limits,
 }
 
 /// Takes requests until `stopped` resolves, then lets those under way finish for at most `patience`.
 pub(crate) async fn run(
     listening: Listening,
-    client: Client,
+    main: Client,
     context: Arc<Context>,
     limits: Limits,
     stopped: impl Future<Output = ()>,
     patience: Duration,
 ) {
-    let Listening { service, mut requests, mut others } = listening;
+    let Listening { front, service, mut requests, mut others } = listening;
     let permits = Arc::new(Semaphore::new(limits.in_flight_max as usize));
+    let desk = Arc::new(Desk { context, main, is_draining: RwLock::new(false), permits, limits });
     tokio::pin!(stopped);
     loop {
         tokio::select! {
             () = &mut stopped => break,
             request = requests.next() => match request {
-                Some(request) => take(request, &context, &permits, limits).await,
+                Some(request) => desk.take(request).await,
                 None => break,
             },
             message = others.next() => match message {
-                Some(message) => refuse_unknown(message, &client, &context).await,
+                Some(message) => desk.refuse_unknown(message).await,
                 None => break,
             },
         }
+    }
+    let drained = tokio::time::timeout(patience, desk.drain(&front, requests)).await;
+    if drained.is_err() {
+        tracing::warn!("some requests were not answered before the gateway stopped");
     }
     if let Err(error) = service.stop().await {
         tracing::debug!(%error, "the service was gone already");
     }
-    if let Err(error) = others.unsubscribe().await {
-        tracing::debug!(%error, "the connection was gone already");
-    }
-    // What the server had sent before it heard of the end is answered too.
-    let drain = async {
+}
+
+impl Desk {
+    /// Asks for no more requests, and answers those that the server had passed on before it heard of it.
+    async fn drain(self: &Arc<Self>, front: &Client, mut requests: SelectAll<Endpoint>) {
+        // Nobody is amid an answer on the connection that goes away now.
+        *self.is_draining.write().await = true;
+        if front.connection_state() == ConnectionState::Connected
+            && let Err(error) = front.drain().await
+        {
+            tracing::debug!(%error, "the connection was gone already");
+            return;
+        }
         while let Some(request) = requests.next().await {
-            take(request, &context, &permits, limits).await;
+            self.take(request).await;
         }
         // All permits are back when every request is answered.
-        let _ = permits.acquire_many(limits.in_flight_max).await;
-    };
-    if tokio::time::timeout(patience, drain).await.is_err() {
-        tracing::warn!("some requests were not answered before the gateway stopped");
+        let _ = self.permits.acquire_many(self.limits.in_flight_max).await;
+    }
+
+    /// Gives the request a task of its own, or refuses it when too many are under way.
+    async fn take(self: &Arc<Self>, request: ServiceRequest) {
+        match Arc::clone(&self.permits).try_acquire_owned() {
+            Ok(permit) => {
+                tokio::spawn(serve(Arc::clone(self), request, permit));
+            }
+            Err(_) => {
+                let message = format!(
+                    "this gateway is at work on {} requests: try again in a moment, or start another gateway",
+                    self.limits.in_flight_max
+                );
+                self.respond(&request, Err(BallastError::new(ErrorCode::Unavailable, message))).await;
+            }
+        }
+    }
+
+    async fn respond(&self, request: &ServiceRequest, answered: Result<Answer, BallastError>) {
+        let Some(to) = request.message.reply.clone() else { return };
+        let (headers, body) = self.face(answered);
+        let is_draining = self.is_draining.read().await;
+        let sent = match *is_draining {
+            false => request.respond_with_headers(Ok(body), headers).await,
+            true => self.main.publish_with_headers(to, headers, body).await,
+        };
+        if let Err(error) = sent {
+            tracing::warn!(subject = %request.message.subject, %error, "an answer was not sent");
+        }
+    }
+
+    /// Headers and body of an answer, whichever it is.
+    fn face(&self, answered: Result<Answer, BallastError>) -> (HeaderMap, Bytes) {
+        match answered {
+            Ok(answer) => (HeaderMap::new(), answer.body),
+            Err(error) => (error_headers(&error), error_body(&error, self.context.replica.log_seq())),
+        }
+    }
+
+    /// Answers what is no verb's subject; the endpoints answer the rest.
+    async fn refuse_unknown(&self, message: Message) {
+        let tokens: Vec<&str> = message.subject.split('.').collect();
+        if let [_, _, _, verb] = tokens.as_slice()
+            && known_verb(verb).is_some()
+        {
+            return;
+        }
+        let Some(to) = message.reply else { return };
+        let error = unknown_verb(tokens.get(3..).unwrap_or_default().join(".").as_str());
+        let (headers, body) = self.face(Err(error));
+        if let Err(error) = self.main.publish_with_headers(to, headers, body).await {
+            tracing::debug!(%error, "an unknown verb was not answered");
+        }
     }
 }
 
-/// Gives the request a task of its own, or refuses it when too many are under way.
-async fn take(request: ServiceRequest, context: &Arc<Context>, permits: &Arc<Semaphore>, limits: Limits) {
-    match Arc::clone(permits).try_acquire_owned() {
-        Ok(permit) => {
-            tokio::spawn(serve(request, Arc::clone(context), permit, limits.deadline));
-        }
-        Err(_) => {
-            let message = format!(
-                "this gateway is at work on {} requests: try again in a moment, or start another gateway",
-                limits.in_flight_max
-            );
-            respond(&request, context, Err(BallastError::new(ErrorCode::Unavailable, message))).await;
-        }
-    }
-}
-
-async fn serve(request: ServiceRequest, context: Arc<Context>, permit: OwnedSemaphorePermit, deadline: Duration) {
+async fn serve(desk: Arc<Desk>, request: ServiceRequest, permit: OwnedSemaphorePermit) {
     let started = Instant::now();
-    let _in_flight = context.metrics.enter();
+    let _in_flight = desk.context.metrics.enter();
     let call = Call::new(&request.message.subject, request.message.payload.clone());
     let verb = call.as_ref().map_or("?", |call| call.verb);
     let answered = match call {
-        Ok(call) => perform_in_time(&context, &call, deadline).await,
+        Ok(call) => perform_in_time(&desk.context, &call, desk.limits.deadline).await,
         Err(error) => Err(error),
     };
-    context.metrics.answered(
-        verb,
-        answered.as_ref().map_or_else(|error| error.code.name(), |_| "OK"),
-        started.elapsed(),
-    );
-    respond(&request, &context, answered).await;
+    let outcome = answered.as_ref().map_or_else(|error| error.code.name(), |_| "OK");
+    desk.context.metrics.answered(verb, outcome, started.elapsed());
+    desk.respond(&request, answered).await;
     drop(permit);
 }
 
@@ -167,24 +235,6 @@ pub(crate) async fn perform_in_time(
     })
 }
 
-async fn respond(request: &ServiceRequest, context: &Context, answered: Result<Answer, BallastError>) {
-    if request.message.reply.is_none() {
-        return;
-    }
-    let (headers, body) = face(context, answered);
-    if let Err(error) = request.respond_with_headers(Ok(body), headers).await {
-        tracing::warn!(subject = %request.message.subject, %error, "an answer was not sent");
-    }
-}
-
-/// Headers and body of an answer, whichever it is.
-fn face(context: &Context, answered: Result<Answer, BallastError>) -> (HeaderMap, Bytes) {
-    match answered {
-        Ok(answer) => (HeaderMap::new(), answer.body),
-        Err(error) => (error_headers(&error), error_body(&error, context.replica.log_seq())),
-    }
-}
-
 fn error_headers(error: &BallastError) -> HeaderMap {
     let line: String =
         error.to_string().chars().take(HEADER_TEXT_CHARS_MAX).map(|c| if c.is_control() { ' ' } else { c }).collect();
@@ -192,22 +242,6 @@ fn error_headers(error: &BallastError) -> HeaderMap {
     headers.insert(NATS_SERVICE_ERROR, line.as_str());
     headers.insert(NATS_SERVICE_ERROR_CODE, error.code.number().to_string().as_str());
     headers
-}
-
-/// Answers what is no verb's subject; the endpoints answer the rest.
-async fn refuse_unknown(message: Message, client: &Client, context: &Context) {
-    let tokens: Vec<&str> = message.subject.split('.').collect();
-    if let [_, _, _, verb] = tokens.as_slice()
-        && known_verb(verb).is_some()
-    {
-        return;
-    }
-    let Some(to) = message.reply else { return };
-    let error = unknown_verb(tokens.get(3..).unwrap_or_default().join(".").as_str());
-    let (headers, body) = (error_headers(&error), error_body(&error, context.replica.log_seq()));
-    if let Err(error) = client.publish_with_headers(to, headers, body).await {
-        tracing::debug!(%error, "an unknown verb was not answered");
-    }
 }
 
 #[cfg(test)]

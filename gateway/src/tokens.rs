@@ -5,8 +5,9 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ballast_journal::TokenKey;
+use ballast_journal::KeyError;
 use ballast_schemas::{InstanceId, TokenClaims, TokenRight};
+use ballast_transfer::TokenKey;
 
 /// Beyond the lease or session: renewals bring no new token, and clocks differ.
 const SLACK: Duration = Duration::from_secs(3600);
@@ -14,17 +15,19 @@ const SLACK: Duration = Duration::from_secs(3600);
 /// Signs tokens with the cluster's key.
 #[derive(Debug, Clone)]
 pub(crate) struct TokenIssuer {
+    stored: ballast_journal::TokenKey,
     key: TokenKey,
 }
 
 impl TokenIssuer {
-    pub(crate) fn new(key: TokenKey) -> Self {
-        Self { key }
+    pub(crate) fn new(stored: ballast_journal::TokenKey) -> Result<Self, KeyError> {
+        let key = TokenKey::new(stored.as_bytes()).map_err(|error| KeyError::Malformed { bytes: error.found })?;
+        Ok(Self { stored, key })
     }
 
-    /// The key itself, for nodes that introduce themselves.
-    pub(crate) fn key(&self) -> &TokenKey {
-        &self.key
+    /// The key's bytes, for nodes that introduce themselves.
+    pub(crate) fn key_bytes(&self) -> Vec<u8> {
+        self.stored.as_bytes().to_vec()
     }
 
     /// A token for `right` on `instance`, on behalf of the lease or session `subject` that lasts `ttl_ms`.
@@ -33,6 +36,6 @@ impl TokenIssuer {
         let end = now.saturating_add(Duration::from_millis(ttl_ms)).saturating_add(SLACK);
         let expires_unix_ms = u64::try_from(end.as_millis()).unwrap_or(u64::MAX);
         let claims = TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), expires_unix_ms };
-        ballast_transfer::token::sign(&claims, self.key.as_bytes())
+        self.key.sign(&claims)
     }
 }

@@ -16,6 +16,9 @@ use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{LeaseId, OperationId, SessionId};
 use crate::state::{Residency, UpsertMode};
 
+/// Of the place where a request is wrong; names in it may be the caller's own.
+const PATH_CHARS_SHOWN: usize = 100;
+
 /// Every verb, as it stands in the subject.
 pub const VERBS: &[&str] = &[
     "begin_import",
@@ -98,7 +101,7 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
         }
         let wrong = |error: serde_json::Error| BallastError::invalid(format!("the request body is wrong: {error}"));
         let named = |within: &str, error: serde_path_to_error::Error<serde_json::Error>| {
-            let path = error.path().to_string();
+            let path: String = error.path().to_string().chars().take(PATH_CHARS_SHOWN).collect();
             match (within, path.as_str()) {
                 ("", ".") => wrong(error.into_inner()),
                 ("", path) => BallastError::invalid(format!("the request body is wrong at `{path}`: {}", error.inner())),

@@ -16,14 +16,17 @@ fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), BallastErro
     }
 }
 
-/// Text for people, or a caller's key: bounded, without control characters.
-pub(super) fn text(field: &str, text: &str, bytes_max: usize) -> Result<(), BallastError> {
-    if text.len() > bytes_max {
-        return Err(BallastError::invalid(format!(
-            "{field} has {} bytes; at most {bytes_max} are allowed",
-            text.len()
-        )));
+fn bytes(field: &str, text: &str, bytes_max: usize) -> Result<(), BallastError> {
+    if text.len() <= bytes_max {
+        Ok(())
+    } else {
+        Err(BallastError::invalid(format!("{field} has {} bytes; at most {bytes_max} are allowed", text.len())))
     }
+}
+
+/// Text for people, or a caller's key: bounded, without control characters.
+fn text(field: &str, text: &str, bytes_max: usize) -> Result<(), BallastError> {
+    bytes(field, text, bytes_max)?;
     match text.char_indices().find(|(_, c)| c.is_control()) {
         Some((at, c)) => {
             let code = u32::from(c);
@@ -62,7 +65,7 @@ pub(super) fn list_limit(limit: u32) -> Result<(), BallastError> {
 pub(super) fn list(request: &ListRequest) -> Result<(), BallastError> {
     list_limit(request.limit)?;
     text("resource_prefix", request.resource_prefix.as_deref().unwrap_or_default(), TEXT_BYTES_MAX)?;
-    text("page_token", &request.page_token, PAGE_TOKEN_BYTES_MAX)
+    bytes("page_token", &request.page_token, PAGE_TOKEN_BYTES_MAX)
 }
 
 pub(super) fn migrate(request: &MigrateRequest) -> Result<(), BallastError> {

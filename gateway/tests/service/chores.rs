@@ -152,7 +152,8 @@ async fn a_gateway_goes_on_after_the_server_was_killed() {
     assert!(std::process::Command::new("kill").args(["-9", &pid]).status().unwrap().success());
     let view = eventually("the gateway answers again", async || {
         let body = json!({"identity": minilm(1), "options": {"consistency": "linearizable"}}).to_string();
-        let message = fixture.client.request("ballast.v1.default.get_metadata", body.into()).await.ok()?;
+        let request = async_nats::Request::new().payload(body.into()).timeout(Some(Duration::from_secs(1)));
+        let message = fixture.client.send_request("ballast.v1.default.get_metadata", request).await.ok()?;
         let body: Value = serde_json::from_slice(&message.payload).ok()?;
         body.get("metadata").cloned()
     })

@@ -5,4 +5,5 @@
 mod bad_input;
 mod chores;
 mod fixture;
+mod nodes;
 mod verbs;

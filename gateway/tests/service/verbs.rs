@@ -191,6 +191,28 @@ async fn without_a_node_or_without_room_nothing_is_appended() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lack_of_room_does_not_hide_why_an_import_has_to_wait_anyway() {
+    let fixture = Fixture::start().await;
+    let node = FakeNode::start(&fixture, "node-1", 64 * MIB).await;
+    let identity = minilm(1);
+    let revision = fixture.import(&node, &identity, hot()).await;
+    let big = |generation: u64| {
+        let mut body = begin(&minilm(generation), "s2", hot());
+        (body["logical_bytes"], body["reserved_bytes"]) = (json!(90 * MIB), json!(90 * MIB));
+        body
+    };
+    fixture.refuse("begin_import", big(1), ErrorCode::Conflict).await;
+    fixture.refuse("begin_import", big(2), ErrorCode::CapacityExhausted).await;
+    let now = revision["metadata_generation"].clone();
+    let upsert =
+        json!({"base": identity, "target": minilm(2), "mode": "DELETE_FIRST", "expected_metadata_generation": now});
+    let claim = fixture.call("upsert", upsert).await.unwrap()["claim"].clone();
+    assert_eq!(claim["phase"], "DELETING_BASE");
+    fixture.refuse("begin_import", big(2), ErrorCode::NotReady).await;
+    fixture.refuse("begin_import", big(3), ErrorCode::Busy).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_revision_whose_node_is_gone_gives_no_lease() {
     let fixture = Fixture::start().await;
     let node = FakeNode::start(&fixture, "node-1", 64 * MIB).await;
@@ -261,8 +283,20 @@ async fn two_gateways_share_the_work_and_read_each_others_writes() {
         answered_by.insert(status["replica_id"].as_str().unwrap().to_owned());
     }
     assert_eq!(answered_by.len(), 2, "{answered_by:?}");
-    // One of them goes; the other answers alone.
+    // One of them goes, amid requests; none is lost, and then the other answers alone.
+    let client = fixture.client.clone();
+    let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
+    let asking = tokio::spawn(async move {
+        let mut answered = 0;
+        while stopped.try_recv().is_err() {
+            let requests = (0..20).map(|_| client.request("ballast.v1.default.status", "{}".into()));
+            answered += futures::future::try_join_all(requests).await.unwrap().len();
+        }
+        answered
+    });
     fixture.stop_gateway().await;
+    stop.send(()).unwrap();
+    assert!(asking.await.unwrap() > 0);
     for _ in 0..10 {
         assert_eq!(fixture.call("status", json!({})).await.unwrap()["replica_id"], "gateway-2");
     }
