@@ -1,1 +1,35 @@
-//! placeholder
+//! The client: `WeightStore` with the eleven operations of the RFC, import and export of checkpoints, zero-copy readers,
+//! names, events. It speaks to gateways over NATS and to nodes over the data plane (see ARCHITECTURE.md, The client).
+
+mod admin;
+mod checksums;
+mod events;
+mod fetch;
+mod fill;
+mod gateway;
+mod get;
+mod lease;
+mod names;
+mod nodes;
+mod open;
+mod progress;
+mod put;
+mod reading;
+pub mod safetensors;
+mod session;
+mod source;
+mod store;
+mod upload;
+
+pub use admin::Admin;
+pub use ballast_transfer::Route;
+pub use events::{EventFeed, EventFilter, EventStart, FollowedEvent};
+pub use gateway::{ConnectOptions, Gateway};
+pub use get::{GetOptions, GetReport, GetTarget, Verify};
+pub use names::{Replacement, next_generation, plan_replacement, resolve};
+pub use nodes::Transport;
+pub use open::{OpenRevision, TensorView};
+pub use progress::{Phase, Progress, ProgressUpdate};
+pub use put::{PutReport, PutWriter};
+pub use source::{Source, TensorData, TensorSource};
+pub use store::{UpsertOptions, WeightStore};

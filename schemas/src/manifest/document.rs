@@ -11,20 +11,55 @@ use crate::limits::UNITS_MAX;
 const RESOURCE_KIND: &str = "model_weight";
 
 const FIELDS_1: &[&str] = &[
-    "created_at", "fragments", "group_id", "manifest_key", "namespace", "resource_id", "resource_kind", "revision", "tensors",
+    "created_at",
+    "fragments",
+    "group_id",
+    "manifest_key",
+    "namespace",
+    "resource_id",
+    "resource_kind",
+    "revision",
+    "tensors",
     "weight_generation",
 ];
 const FIELDS_2: &[&str] = &[
-    "files", "fragments", "group_id", "manifest_key", "namespace", "resource_id", "resource_kind", "revision", "tensors", "units",
-    "version", "weight_generation",
+    "files",
+    "fragments",
+    "group_id",
+    "manifest_key",
+    "namespace",
+    "resource_id",
+    "resource_kind",
+    "revision",
+    "tensors",
+    "units",
+    "version",
+    "weight_generation",
 ];
 const TENSOR_FIELDS: &[&str] = &[
-    "dtype", "expert_id", "global_shape", "itemsize", "layer_id", "layout_fingerprint", "parallel_axes", "shard_dims", "tensor_id",
+    "dtype",
+    "expert_id",
+    "global_shape",
+    "itemsize",
+    "layer_id",
+    "layout_fingerprint",
+    "parallel_axes",
+    "shard_dims",
+    "tensor_id",
 ];
 const FRAGMENT_FIELDS_1: &[&str] =
     &["aliases", "fragment_id", "global_offset", "local_shape", "nbytes", "object_key", "object_offset", "tensor_id"];
-const FRAGMENT_FIELDS_2: &[&str] =
-    &["aliases", "fragment_id", "global_offset", "local_shape", "nbytes", "object_key", "object_offset", "tensor_id", "unit"];
+const FRAGMENT_FIELDS_2: &[&str] = &[
+    "aliases",
+    "fragment_id",
+    "global_offset",
+    "local_shape",
+    "nbytes",
+    "object_key",
+    "object_offset",
+    "tensor_id",
+    "unit",
+];
 const UNIT_FIELDS: &[&str] = &["affinity_id", "crc64", "extent_bytes", "logical_bytes"];
 const FILE_FIELDS: &[&str] = &["nbytes", "object_key", "object_offset", "path", "unit"];
 
@@ -84,7 +119,17 @@ pub(super) fn read(bytes: &[u8]) -> Result<Document, ManifestError> {
     r.close()?;
     r.finish()?;
     Ok(Document {
-        version, namespace, resource_id, revision, weight_generation, group_id, manifest_key, created_at, tensors, fragments, units,
+        version,
+        namespace,
+        resource_id,
+        revision,
+        weight_generation,
+        group_id,
+        manifest_key,
+        created_at,
+        tensors,
+        fragments,
+        units,
         files,
     })
 }
@@ -125,7 +170,17 @@ pub(crate) fn read_tensor(r: &mut Reader<'_>) -> Result<Tensor, ManifestError> {
     let shard_dims = r.list(RANK_MAX, small)?;
     let tensor_id = text(r, "tensor_id")?;
     r.close()?;
-    Ok(Tensor { tensor_id, global_shape, dtype, itemsize, layer_id, expert_id, layout_fingerprint, shard_dims, parallel_axes })
+    Ok(Tensor {
+        tensor_id,
+        global_shape,
+        dtype,
+        itemsize,
+        layer_id,
+        expert_id,
+        layout_fingerprint,
+        shard_dims,
+        parallel_axes,
+    })
 }
 
 fn read_axis(r: &mut Reader<'_>) -> Result<ParallelAxis, ManifestError> {
@@ -137,7 +192,8 @@ fn read_axis(r: &mut Reader<'_>) -> Result<ParallelAxis, ManifestError> {
         dim = small(r)?;
     }
     let name = text(r, "kind")?;
-    let kind = AxisKind::from_name(&name).ok_or_else(|| r.error(format!("found {name:?}, expected dp, pp, ep or tp")))?;
+    let kind =
+        AxisKind::from_name(&name).ok_or_else(|| r.error(format!("found {name:?}, expected dp, pp, ep or tp")))?;
     let semantics = text(r, "semantics")?;
     let axis = match (semantics.as_str(), split) {
         ("split", true) => ParallelAxis::Split { kind, dim },
@@ -168,7 +224,17 @@ fn read_fragment(r: &mut Reader<'_>, version: u64) -> Result<Fragment, ManifestE
         unit = small(r)?;
     }
     r.close()?;
-    Ok(Fragment { fragment_id, tensor_id, aliases, global_offset, local_shape, object_key, object_offset, nbytes, unit })
+    Ok(Fragment {
+        fragment_id,
+        tensor_id,
+        aliases,
+        global_offset,
+        local_shape,
+        object_key,
+        object_offset,
+        nbytes,
+        unit,
+    })
 }
 
 fn read_unit(r: &mut Reader<'_>) -> Result<Unit, ManifestError> {

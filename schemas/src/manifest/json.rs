@@ -19,9 +19,8 @@ pub(crate) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Result<Self, ManifestError> {
-        let text = std::str::from_utf8(bytes).map_err(|error| {
-            ManifestError::new("document", format!("not UTF-8 from byte {}", error.valid_up_to()))
-        })?;
+        let text = std::str::from_utf8(bytes)
+            .map_err(|error| ManifestError::new("document", format!("not UTF-8 from byte {}", error.valid_up_to())))?;
         Ok(Self { text, at: 0, steps: Vec::new() })
     }
 
@@ -227,10 +226,12 @@ impl<'a> Reader<'a> {
             Some(b'[') => "a list".to_owned(),
             Some(b'0'..=b'9') => "a number".to_owned(),
             Some(b'-') => "a negative number".to_owned(),
-            Some(_) => ["true", "false", "null", "NaN", "Infinity"]
-                .into_iter()
-                .find(|word| self.sees(word))
-                .map_or_else(|| format!("{:?} at byte {}", self.rest().chars().next().unwrap_or(' '), self.at), str::to_owned),
+            Some(_) => {
+                ["true", "false", "null", "NaN", "Infinity"].into_iter().find(|word| self.sees(word)).map_or_else(
+                    || format!("{:?} at byte {}", self.rest().chars().next().unwrap_or(' '), self.at),
+                    str::to_owned,
+                )
+            }
         };
         self.error(format!("found {found}, expected {expected}"))
     }
@@ -425,7 +426,16 @@ mod tests {
     #[test]
     fn only_the_canonical_escape_of_a_character_is_read() {
         assert_eq!(read_string(r#""a\n\u0001\"é""#).unwrap(), "a\n\u{1}\"é");
-        for wrong in [r#""\u000a""#, r#""\u001F""#, r#""\/""#, r#""\u00e9""#, r#""\ud83d\ude00""#, r#""\u+041""#, r#""\"#, "\"\n\""] {
+        for wrong in [
+            r#""\u000a""#,
+            r#""\u001F""#,
+            r#""\/""#,
+            r#""\u00e9""#,
+            r#""\ud83d\ude00""#,
+            r#""\u+041""#,
+            r#""\"#,
+            "\"\n\"",
+        ] {
             assert!(read_string(wrong).is_err(), "{wrong}");
         }
     }

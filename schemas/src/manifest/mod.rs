@@ -254,7 +254,10 @@ impl Manifest {
             return Err(ManifestError::new("version", reason));
         }
         if self.document.group_id != group_id.as_str() {
-            return Err(ManifestError::new("group_id", format!("found {:?}, expected {:?}", self.document.group_id, group_id.as_str())));
+            return Err(ManifestError::new(
+                "group_id",
+                format!("found {:?}, expected {:?}", self.document.group_id, group_id.as_str()),
+            ));
         }
         let mut keys: Vec<&str> = Vec::with_capacity(self.document.units.len());
         for fragment in &self.document.fragments {

@@ -74,7 +74,9 @@ impl ParallelAxis {
     #[must_use]
     pub fn kind(&self) -> AxisKind {
         match *self {
-            ParallelAxis::Split { kind, .. } | ParallelAxis::Replicated { kind } | ParallelAxis::Ownership { kind } => kind,
+            ParallelAxis::Split { kind, .. } | ParallelAxis::Replicated { kind } | ParallelAxis::Ownership { kind } => {
+                kind
+            }
         }
     }
 }
@@ -107,7 +109,12 @@ pub const ROW_MAJOR: &str = "row-major";
 
 impl Tensor {
     /// A row-major tensor without parallel axes.
-    pub fn plain(tensor_id: impl Into<String>, dtype: impl Into<String>, itemsize: u64, global_shape: Vec<u64>) -> Self {
+    pub fn plain(
+        tensor_id: impl Into<String>,
+        dtype: impl Into<String>,
+        itemsize: u64,
+        global_shape: Vec<u64>,
+    ) -> Self {
         Self {
             tensor_id: tensor_id.into(),
             global_shape,
@@ -169,7 +176,10 @@ impl Tensor {
         for axis in &self.parallel_axes {
             match *axis {
                 ParallelAxis::Split { kind: AxisKind::Dp | AxisKind::Pp, .. } => {
-                    return wrong("parallel_axes", format!("{} can not split a tensor, only ep and tp can", axis.kind().name()));
+                    return wrong(
+                        "parallel_axes",
+                        format!("{} can not split a tensor, only ep and tp can", axis.kind().name()),
+                    );
                 }
                 ParallelAxis::Split { kind: AxisKind::Ep, dim } if dim != 0 => {
                     return wrong("parallel_axes", format!("ep splits dimension {dim}, it may only split 0"));
@@ -186,7 +196,10 @@ impl Tensor {
         }
         split.sort_unstable();
         if split != self.shard_dims {
-            return wrong("parallel_axes", format!("split dimensions {split:?} are not shard_dims {:?}", self.shard_dims));
+            return wrong(
+                "parallel_axes",
+                format!("split dimensions {split:?} are not shard_dims {:?}", self.shard_dims),
+            );
         }
         Ok(())
     }

@@ -76,7 +76,13 @@ impl ManifestPlan {
             let affinity_id = affinity_id(&ExtraFile::affinity_members(&path));
             let unit = document.units.len() as u32;
             document.units.push(Unit { affinity_id, extent_bytes: nbytes, logical_bytes: nbytes, crc64: 0 });
-            document.files.push(ExtraFile { path, nbytes, object_key: payload_key(&payload, &affinity_id), object_offset: 0, unit });
+            document.files.push(ExtraFile {
+                path,
+                nbytes,
+                object_key: payload_key(&payload, &affinity_id),
+                object_offset: 0,
+                unit,
+            });
         }
         document.tensors.sort_unstable_by(|a, b| a.tensor_id.cmp(&b.tensor_id));
         Manifest::from_document(document).map(|draft| Self { draft })
@@ -147,7 +153,12 @@ fn payload_key(payload: &str, affinity_id: &Digest) -> String {
     format!("{payload}/{}", &hex[..32])
 }
 
-fn plan_unit(document: &mut Document, payload: &str, names: &[String], planned: PlannedTensor) -> Result<(), ManifestError> {
+fn plan_unit(
+    document: &mut Document,
+    payload: &str,
+    names: &[String],
+    planned: PlannedTensor,
+) -> Result<(), ManifestError> {
     let mut tensor = planned.tensor;
     let mut boxes = planned.fragments;
     if boxes.is_empty() {

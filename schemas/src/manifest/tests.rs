@@ -16,12 +16,15 @@ fn tensor(name: &str, shape: &[u64]) -> PlannedTensor {
 fn sample() -> Manifest {
     let tied = PlannedTensor { aliases: vec!["embed".into()], ..tensor("lm_head", &[2, 3]) };
     let mut split = tensor("layers.0.w", &[4, 2]);
-    split.tensor.parallel_axes = vec![ParallelAxis::Replicated { kind: AxisKind::Dp }, ParallelAxis::Split { kind: AxisKind::Tp, dim: 0 }];
+    split.tensor.parallel_axes =
+        vec![ParallelAxis::Replicated { kind: AxisKind::Dp }, ParallelAxis::Split { kind: AxisKind::Tp, dim: 0 }];
     split.tensor.shard_dims = vec![0];
     split.tensor.layer_id = Some(0);
     split.fragments = vec![(vec![2, 0], vec![2, 2]), (vec![0, 0], vec![2, 2])];
     let tensors = vec![split, tied, tensor("scale", &[]), tensor("empty", &[0, 5])];
-    let plan = ManifestPlan::new(&identity(), tensors, vec![("tokenizer/vocab.txt".into(), 11), ("config.json".into(), 2)]).unwrap();
+    let plan =
+        ManifestPlan::new(&identity(), tensors, vec![("tokenizer/vocab.txt".into(), 11), ("config.json".into(), 2)])
+            .unwrap();
     assert_eq!(plan.extents(), [24, 0, 272, 4, 2, 11]);
     plan.seal(&[1, 2, 3, 4, 5, 0xdead_beef]).unwrap()
 }
@@ -47,10 +50,21 @@ fn the_digests_of_the_golden_document_do_not_change() {
         reference.affinity_digest
     );
     assert_eq!(digests, include_str!("goldens/manifest-v2.digests"));
-    assert_eq!((reference.payload_count, reference.affinity_count, reference.logical_bytes), (6, 6, 24 + 32 + 4 + 2 + 11));
-    assert_eq!(reference.affinity_digest, affinity_digest(&[
-        vec!["embed", "lm_head"], vec!["empty"], vec!["layers.0.w"], vec!["scale"], vec!["", "config.json"], vec!["", "tokenizer/vocab.txt"],
-    ]));
+    assert_eq!(
+        (reference.payload_count, reference.affinity_count, reference.logical_bytes),
+        (6, 6, 24 + 32 + 4 + 2 + 11)
+    );
+    assert_eq!(
+        reference.affinity_digest,
+        affinity_digest(&[
+            vec!["embed", "lm_head"],
+            vec!["empty"],
+            vec!["layers.0.w"],
+            vec!["scale"],
+            vec!["", "config.json"],
+            vec!["", "tokenizer/vocab.txt"],
+        ])
+    );
 }
 
 #[test]
@@ -145,12 +159,22 @@ fn a_document_with_one_wrong_field_is_refused_with_the_path_of_the_field() {
         ("\"crc64\":\"00000000deadbeef\"", "\"crc64\":\"DEADBEEF\"", "units[5].crc64", "hex"),
         ("\"aliases\":[\"embed\",\"lm_head\"]", "\"aliases\":[]", "tensors[3]", "no fragment stands for \"lm_head\""),
         ("\"aliases\":[\"embed\",\"lm_head\"]", "\"aliases\":[\"embed\"]", "fragments[0].aliases", "two names"),
-        ("\"aliases\":[\"embed\",\"lm_head\"]", "\"aliases\":[\"embed\",\"scale\"]", "fragments[0].aliases", "descriptor"),
+        (
+            "\"aliases\":[\"embed\",\"lm_head\"]",
+            "\"aliases\":[\"embed\",\"scale\"]",
+            "fragments[0].aliases",
+            "descriptor",
+        ),
         ("\"path\":\"config.json\"", "\"path\":\"../config.json\"", "files[0].path", "leave the folder"),
         ("\"path\":\"config.json\"", "\"path\":\"tokenizer\"", "files[1].path", "is a file"),
         ("\"path\":\"config.json\"", "\"path\":\"x\"", "files[1]", "order"),
         ("\"path\":\"config.json\"", "\"path\":\"a.json\"", "units[4].affinity_id", "from its members"),
-        ("\"tensor_id\":\"scale\",\"unit\"", "\"tensor_id\":\"skale\",\"unit\"", "fragments[4].tensor_id", "not in tensors"),
+        (
+            "\"tensor_id\":\"scale\",\"unit\"",
+            "\"tensor_id\":\"skale\",\"unit\"",
+            "fragments[4].tensor_id",
+            "not in tensors",
+        ),
         ("\"tensor_id\":\"empty\"}", "\"tensor_id\":\"embed\"}", "tensors[1].tensor_id", "twice"),
     ];
     for (from, to, path, reason) in cases {
@@ -186,7 +210,9 @@ fn names_that_no_unit_could_have_are_refused() {
 
 #[test]
 fn a_hundred_thousand_tensors_parse() {
-    let tensors = (0..100_000).map(|n| tensor(&format!("model.layers.{}.mlp.experts.{}.down_proj.weight", n / 100, n % 100), &[64, 32])).collect();
+    let tensors = (0..100_000)
+        .map(|n| tensor(&format!("model.layers.{}.mlp.experts.{}.down_proj.weight", n / 100, n % 100), &[64, 32]))
+        .collect();
     let plan = ManifestPlan::new(&identity(), tensors, vec![]).unwrap();
     let checksums: Vec<u64> = (0..100_000).collect();
     let bytes = plan.seal(&checksums).unwrap().to_canonical_bytes();

@@ -109,9 +109,15 @@ fn check_fragments(document: &Document, lookup: &Lookup) -> Result<(), ManifestE
             let place = place as usize;
             let fragment = &document.fragments[place];
             let rank = tensor.global_shape.len();
-            for (field, found) in [("global_offset", fragment.global_offset.len()), ("local_shape", fragment.local_shape.len())] {
+            for (field, found) in
+                [("global_offset", fragment.global_offset.len()), ("local_shape", fragment.local_shape.len())]
+            {
                 if found != rank {
-                    return Err(at_fragment(place, field, format!("has {found} dimensions, tensor {:?} has {rank}", tensor.tensor_id)));
+                    return Err(at_fragment(
+                        place,
+                        field,
+                        format!("has {found} dimensions, tensor {:?} has {rank}", tensor.tensor_id),
+                    ));
                 }
             }
             if document.version == 1 && fragment.local_shape.contains(&0) {
@@ -129,7 +135,11 @@ fn check_fragments(document: &Document, lookup: &Lookup) -> Result<(), ManifestE
             let aliases = &fragment.aliases;
             if !aliases.is_empty() {
                 if aliases.len() < 2 || !aliases.is_sorted_by(|a, b| a < b) {
-                    return Err(at_fragment(place, "aliases", "must be empty, or at least two names in ascending order"));
+                    return Err(at_fragment(
+                        place,
+                        "aliases",
+                        "must be empty, or at least two names in ascending order",
+                    ));
                 }
                 if aliases.binary_search(&fragment.tensor_id).is_err() {
                     return Err(at_fragment(place, "aliases", format!("must contain {:?}", fragment.tensor_id)));
@@ -153,9 +163,11 @@ fn check_covers(document: &Document, lookup: &Lookup) -> Result<(), ManifestErro
         check_cover(&tensor.global_shape, &regions, &mut comparisons).map_err(|problem| {
             let name = &tensor.tensor_id;
             match problem {
-                CoverProblem::Outside(at) => {
-                    at_fragment(places[at] as usize, "local_shape", format!("reaches outside tensor {name:?} of shape {:?}", tensor.global_shape))
-                }
+                CoverProblem::Outside(at) => at_fragment(
+                    places[at] as usize,
+                    "local_shape",
+                    format!("reaches outside tensor {name:?} of shape {:?}", tensor.global_shape),
+                ),
                 CoverProblem::Overlap(first, second) => at_fragment(
                     places[second] as usize,
                     "global_offset",
@@ -165,9 +177,10 @@ fn check_covers(document: &Document, lookup: &Lookup) -> Result<(), ManifestErro
                     format!("tensors[{tensor_place}]"),
                     format!("fragments leave {elements} elements of {name:?} uncovered"),
                 ),
-                CoverProblem::TooMany => {
-                    ManifestError::new(format!("tensors[{tensor_place}]"), format!("too many fragments of {name:?} to check their cover"))
-                }
+                CoverProblem::TooMany => ManifestError::new(
+                    format!("tensors[{tensor_place}]"),
+                    format!("too many fragments of {name:?} to check their cover"),
+                ),
             }
         })?;
     }
@@ -181,8 +194,10 @@ fn check_aliases_1(document: &Document) -> Result<(), ManifestError> {
         let group = (&fragment.aliases, &fragment.global_offset, &fragment.local_shape, fragment.nbytes);
         members.entry(group).or_default().insert(&fragment.tensor_id);
     }
-    let by_name: HashMap<&str, &Tensor> = document.tensors.iter().map(|tensor| (tensor.tensor_id.as_str(), tensor)).collect();
-    for (place, fragment) in document.fragments.iter().enumerate().filter(|(_, fragment)| !fragment.aliases.is_empty()) {
+    let by_name: HashMap<&str, &Tensor> =
+        document.tensors.iter().map(|tensor| (tensor.tensor_id.as_str(), tensor)).collect();
+    for (place, fragment) in document.fragments.iter().enumerate().filter(|(_, fragment)| !fragment.aliases.is_empty())
+    {
         let group = (&fragment.aliases, &fragment.global_offset, &fragment.local_shape, fragment.nbytes);
         if members.get(&group).is_none_or(|found| found.len() != fragment.aliases.len()) {
             return Err(at_fragment(place, "aliases", "a member of the group has no fragment with the same geometry"));
@@ -205,7 +220,11 @@ fn check_object_ranges_1(document: &Document) -> Result<(), ManifestError> {
     for pair in order.windows(2) {
         let (first, second) = (&document.fragments[pair[0]], &document.fragments[pair[1]]);
         if first.object_key == second.object_key && second.object_offset < first.object_offset + first.nbytes {
-            return Err(at_fragment(pair[1], "object_offset", format!("overlaps fragments[{}] in {:?}", pair[0], first.object_key)));
+            return Err(at_fragment(
+                pair[1],
+                "object_offset",
+                format!("overlaps fragments[{}] in {:?}", pair[0], first.object_key),
+            ));
         }
     }
     Ok(())
@@ -223,13 +242,18 @@ fn check_keys(document: &Document) -> Result<(), ManifestError> {
     .map_err(|error| ManifestError::new("document", error.to_string()))?;
     let expected = identity.manifest_key();
     if document.manifest_key != expected {
-        return Err(ManifestError::new("manifest_key", format!("found {:?}, expected {expected:?}", document.manifest_key)));
+        return Err(ManifestError::new(
+            "manifest_key",
+            format!("found {:?}, expected {expected:?}", document.manifest_key),
+        ));
     }
     GroupId::try_from(document.group_id.clone()).map_err(|error| ManifestError::new("group_id", error.to_string()))?;
     let prefix = format!("{}/payload/", identity.key_base());
     let fragments = document.fragments.iter().map(|fragment| &fragment.object_key).enumerate();
     let files = document.files.iter().map(|file| &file.object_key).enumerate();
-    for (list, place, key) in fragments.map(|(at, key)| ("fragments", at, key)).chain(files.map(|(at, key)| ("files", at, key))) {
+    for (list, place, key) in
+        fragments.map(|(at, key)| ("fragments", at, key)).chain(files.map(|(at, key)| ("files", at, key)))
+    {
         if key.len() <= prefix.len() || !key.starts_with(&prefix) {
             let path = format!("{list}[{place}].object_key");
             return Err(ManifestError::new(path, format!("found {key:?}, expected it to begin with {prefix:?}")));
@@ -241,7 +265,10 @@ fn check_keys(document: &Document) -> Result<(), ManifestError> {
 /// Version 2: one content has one document, so every list has one order.
 fn check_order(document: &Document) -> Result<(), ManifestError> {
     let place = |unsorted: Option<usize>, list: &str, by: &str| match unsorted {
-        Some(at) => Err(ManifestError::new(format!("{list}[{}]", at + 1), format!("out of order or repeated: {list} ascend by {by}"))),
+        Some(at) => Err(ManifestError::new(
+            format!("{list}[{}]", at + 1),
+            format!("out of order or repeated: {list} ascend by {by}"),
+        )),
         None => Ok(()),
     };
     let unsorted = document.tensors.windows(2).position(|pair| pair[0].tensor_id >= pair[1].tensor_id);
@@ -275,7 +302,11 @@ fn check_aliases_2(document: &Document, lookup: &Lookup) -> Result<Vec<u32>, Man
         let Some((&first, others)) = own.split_first() else { continue };
         let aliases = &document.fragments[first as usize].aliases;
         if let Some(&other) = others.iter().find(|place| &document.fragments[**place as usize].aliases != aliases) {
-            return Err(at_fragment(other as usize, "aliases", format!("differ from fragments[{first}] of the same tensor")));
+            return Err(at_fragment(
+                other as usize,
+                "aliases",
+                format!("differ from fragments[{first}] of the same tensor"),
+            ));
         }
         let wrong = |reason| Err(at_fragment(first as usize, "aliases", reason));
         if aliases.first().is_some_and(|lowest| *lowest != tensors[owner].tensor_id) {
@@ -298,9 +329,10 @@ fn check_aliases_2(document: &Document, lookup: &Lookup) -> Result<Vec<u32>, Man
         stored_by[owner] = owner as u32;
     }
     match stored_by.iter().position(|owner| *owner == NOBODY) {
-        Some(place) => {
-            Err(ManifestError::new(format!("tensors[{place}]"), format!("no fragment stands for {:?}", tensors[place].tensor_id)))
-        }
+        Some(place) => Err(ManifestError::new(
+            format!("tensors[{place}]"),
+            format!("no fragment stands for {:?}", tensors[place].tensor_id),
+        )),
         None => Ok(stored_by),
     }
 }
@@ -314,30 +346,49 @@ fn check_units(document: &Document) -> Result<(), ManifestError> {
         for (at, fragment) in group.iter().enumerate() {
             check_number(place + at, "fragments", fragment.unit, keys.len())?;
             if fragment.object_key != first.object_key {
-                return Err(at_fragment(place + at, "object_key", format!("differs from fragments[{place}] of the same unit")));
+                return Err(at_fragment(
+                    place + at,
+                    "object_key",
+                    format!("differs from fragments[{place}] of the same unit"),
+                ));
             }
             if fragment.object_offset % FRAGMENT_ALIGN_BYTES != 0 {
-                return Err(at_fragment(place + at, "object_offset", format!("is not a multiple of {FRAGMENT_ALIGN_BYTES}")));
+                return Err(at_fragment(
+                    place + at,
+                    "object_offset",
+                    format!("is not a multiple of {FRAGMENT_ALIGN_BYTES}"),
+                ));
             }
         }
         let names: Vec<&str> = match first.aliases.is_empty() {
             true => vec![&first.tensor_id],
             false => first.aliases.iter().map(String::as_str).collect(),
         };
-        check_unit(document, keys.len(), &names, group.iter().map(|fragment| (fragment.object_offset, fragment.nbytes)))?;
+        check_unit(
+            document,
+            keys.len(),
+            &names,
+            group.iter().map(|fragment| (fragment.object_offset, fragment.nbytes)),
+        )?;
         keys.push(&first.object_key);
         place += group.len();
     }
     for (at, file) in document.files.iter().enumerate() {
         check_number(at, "files", file.unit, keys.len())?;
         if file.object_offset != 0 {
-            return Err(ManifestError::new(format!("files[{at}].object_offset"), "must be 0: a file has a unit of its own"));
+            return Err(ManifestError::new(
+                format!("files[{at}].object_offset"),
+                "must be 0: a file has a unit of its own",
+            ));
         }
         check_unit(document, keys.len(), &ExtraFile::affinity_members(&file.path), [(0, file.nbytes)].into_iter())?;
         keys.push(&file.object_key);
     }
     if document.units.len() != keys.len() {
-        return Err(ManifestError::new("units", format!("found {}, the members make {}", document.units.len(), keys.len())));
+        return Err(ManifestError::new(
+            "units",
+            format!("found {}, the members make {}", document.units.len(), keys.len()),
+        ));
     }
     keys.sort_unstable();
     match keys.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -350,7 +401,8 @@ fn check_number(place: usize, list: &str, found: u32, expected: usize) -> Result
     if found as usize == expected {
         return Ok(());
     }
-    let reason = format!("found {found}, expected {expected}: units are numbered by lowest tensor name, then files by path");
+    let reason =
+        format!("found {found}, expected {expected}: units are numbered by lowest tensor name, then files by path");
     Err(ManifestError::new(format!("{list}[{place}].unit"), reason))
 }
 

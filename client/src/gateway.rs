@@ -1,0 +1,287 @@
+//! Requests to the gateway's verbs over NATS: one deadline for a request and all its repeats, the same request id each
+//! time, and a sentence of its own for each way in which nobody answers (RFC, Concurrency, Consistency, and Error Handling).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use async_nats::client::RequestErrorKind;
+use async_nats::connection::State as ConnectionState;
+use ballast_schemas::{BallastError, ErrorCode, TenantId, subject};
+use ballast_transfer::Route;
+use bytes::Bytes;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use uuid::Uuid;
+
+/// Verbs that change nothing: they may be answered from any state that is recent enough.
+const QUERIES: &[&str] =
+    &["is_exist", "get_metadata", "get_size", "list", "get_upsert", "get_operation", "list_operations", "status"];
+/// One attempt is given up after this long; the request is then sent again.
+const ATTEMPT_MAX: Duration = Duration::from_secs(10);
+const BACK_OFF_MIN: Duration = Duration::from_millis(50);
+const BACK_OFF_MAX: Duration = Duration::from_secs(1);
+const CONNECT_ATTEMPT_MAX: Duration = Duration::from_secs(3);
+const PING_EVERY: Duration = Duration::from_secs(5);
+
+/// How to reach a cluster.
+#[derive(Clone, Debug)]
+pub struct ConnectOptions {
+    /// `nats://host:port`; several, separated by commas, are the servers of one cluster.
+    pub nats_url: String,
+    /// What the server's monitoring shows, and the holder of leases.
+    pub name: String,
+    /// The tenant of requests that name no identity.
+    pub tenant: TenantId,
+    /// How long to try to connect.
+    pub connect_patience: Duration,
+    /// How long one request, with all its repeats, may take.
+    pub request_deadline: Duration,
+    /// Which way to nodes: the Unix socket of the same host where there is one, by default.
+    pub route: Route,
+}
+
+impl ConnectOptions {
+    /// The defaults: tenant `default`, 5 s to connect, 30 s for a request.
+    pub fn new(nats_url: impl Into<String>) -> Self {
+        Self {
+            nats_url: nats_url.into(),
+            name: format!("ballast-client-{}", std::process::id()),
+            tenant: TenantId::default_tenant(),
+            connect_patience: Duration::from_secs(5),
+            request_deadline: Duration::from_secs(30),
+            route: Route::Best,
+        }
+    }
+}
+
+/// A connection to whichever gateway answers. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Gateway {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    client: async_nats::Client,
+    url: String,
+    name: String,
+    tenant: TenantId,
+    request_deadline: Duration,
+    route: Route,
+    /// Releases and aborts that go on behind their caller's back.
+    background: watch::Sender<usize>,
+    /// The highest log sequence that an answer reflected: later queries see at least that.
+    seen_seq: AtomicU64,
+}
+
+impl Gateway {
+    /// Connects to NATS; whether a gateway answers shows with the first request.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` when no server answers in time.
+    pub async fn connect(options: &ConnectOptions) -> Result<Self, BallastError> {
+        let deadline = Instant::now() + options.connect_patience;
+        let client = loop {
+            let addresses: Vec<&str> =
+                options.nats_url.split(',').map(str::trim).filter(|url| !url.is_empty()).collect();
+            let attempt = async_nats::ConnectOptions::new()
+                .name(&options.name)
+                .ping_interval(PING_EVERY)
+                .connection_timeout(CONNECT_ATTEMPT_MAX)
+                .reconnect_delay_callback(|attempts| {
+                    BACK_OFF_MIN.saturating_mul(attempts.min(20) as u32).min(BACK_OFF_MAX)
+                })
+                .event_callback(|event| async move { tracing::debug!(%event, "NATS connection") })
+                .connect(addresses)
+                .await;
+            match attempt {
+                Ok(client) => break client,
+                Err(error) if Instant::now() >= deadline => {
+                    return Err(no_server(&options.nats_url, &error.to_string()));
+                }
+                Err(_) => tokio::time::sleep(BACK_OFF_MIN).await,
+            }
+        };
+        Ok(Self {
+            shared: Arc::new(Shared {
+                client,
+                url: options.nats_url.clone(),
+                name: options.name.clone(),
+                tenant: options.tenant.clone(),
+                request_deadline: options.request_deadline,
+                route: options.route,
+                background: watch::Sender::new(0),
+                seen_seq: AtomicU64::new(0),
+            }),
+        })
+    }
+
+    /// The tenant of requests that name no identity.
+    #[must_use]
+    pub fn tenant(&self) -> &TenantId {
+        &self.shared.tenant
+    }
+
+    /// The name that was given at connect.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        self.shared.route
+    }
+
+    /// Goes on with `work` (a release, an abort) after its caller has given up. Without a runtime nobody can.
+    pub(crate) fn in_background(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let shared = self.shared.clone();
+        shared.background.send_modify(|count| *count += 1);
+        runtime.spawn(async move {
+            work.await;
+            shared.background.send_modify(|count| *count -= 1);
+        });
+    }
+
+    /// Waits until leases are released and imports aborted whose caller was cancelled, or until `patience` is over. For
+    /// programs that are about to exit.
+    pub async fn settle(&self, patience: Duration) {
+        let mut background = self.shared.background.subscribe();
+        // What is not settled by then ends by itself, a little later.
+        let _ = tokio::time::timeout(patience, background.wait_for(|count| *count == 0)).await;
+    }
+
+    /// The NATS connection itself.
+    #[must_use]
+    pub fn nats(&self) -> &async_nats::Client {
+        &self.shared.client
+    }
+
+    /// Calls a verb for a tenant. A mutation carries one request id through all its repeats, so that it happens once.
+    ///
+    /// # Errors
+    /// What the gateway answers; `UNAVAILABLE` when nothing answers before the deadline.
+    pub async fn call<Q: Serialize, R: DeserializeOwned>(
+        &self,
+        tenant: &TenantId,
+        verb: &str,
+        body: &Q,
+    ) -> Result<R, BallastError> {
+        self.call_within(tenant, verb, body, self.shared.request_deadline).await
+    }
+
+    /// As [`Gateway::call`] with a deadline of its own.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn call_within<Q: Serialize, R: DeserializeOwned>(
+        &self,
+        tenant: &TenantId,
+        verb: &str,
+        body: &Q,
+        patience: Duration,
+    ) -> Result<R, BallastError> {
+        let payload = self.payload(verb, body)?;
+        let subject = subject::verb(tenant, verb);
+        let deadline = Instant::now() + patience;
+        let mut back_off = BACK_OFF_MIN;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let error = match self.attempt(&subject, payload.clone(), left.min(ATTEMPT_MAX)).await {
+                Err(error) if error.code == ErrorCode::Unavailable => error,
+                other => return other,
+            };
+            if Instant::now() + back_off >= deadline {
+                return Err(error);
+            }
+            tracing::debug!(verb, %error, "asking again");
+            tokio::time::sleep(back_off).await;
+            back_off = (back_off * 2).min(BACK_OFF_MAX);
+        }
+    }
+
+    fn payload<Q: Serialize>(&self, verb: &str, body: &Q) -> Result<Bytes, BallastError> {
+        let wrong = |error: serde_json::Error| {
+            BallastError::invalid(format!("the body of {verb} can not be written as JSON: {error}"))
+        };
+        let mut body = serde_json::to_value(body).map_err(wrong)?;
+        let Some(fields) = body.as_object_mut() else {
+            return Err(BallastError::invalid(format!("the body of {verb} is not a JSON object")));
+        };
+        if !fields.contains_key("options") {
+            let seen = self.shared.seen_seq.load(Ordering::Relaxed);
+            let options = match QUERIES.contains(&verb) {
+                true if seen == 0 => json!({}),
+                true => json!({"min_log_seq": seen}),
+                false => json!({"request_id": Uuid::new_v4().to_string()}),
+            };
+            fields.insert("options".to_owned(), options);
+        }
+        serde_json::to_vec(&body).map(Bytes::from).map_err(wrong)
+    }
+
+    async fn attempt<R: DeserializeOwned>(
+        &self,
+        subject: &str,
+        payload: Bytes,
+        patience: Duration,
+    ) -> Result<R, BallastError> {
+        let request = async_nats::Request::new().payload(payload).timeout(Some(patience));
+        let message = match self.shared.client.send_request(subject.to_owned(), request).await {
+            Ok(message) => message,
+            Err(error) => return Err(self.nobody(error.kind(), &error.to_string(), patience)),
+        };
+        self.read(&message.payload)
+    }
+
+    fn read<R: DeserializeOwned>(&self, payload: &[u8]) -> Result<R, BallastError> {
+        let unreadable = |error: serde_json::Error| {
+            let message =
+                format!("the gateway's answer can not be read ({error}); are client and gateway of one version?");
+            BallastError::new(ErrorCode::InvalidArgument, message)
+        };
+        let mut body: Value = serde_json::from_slice(payload).map_err(unreadable)?;
+        if let Some(error) = BallastError::from_body(&body) {
+            return Err(error);
+        }
+        // Replies refuse unknown fields, so the one that every reply carries is taken out first.
+        let seq = body.as_object_mut().and_then(|fields| fields.remove("log_seq"));
+        self.shared.seen_seq.fetch_max(seq.and_then(|seq| seq.as_u64()).unwrap_or(0), Ordering::Relaxed);
+        serde_json::from_value(body).map_err(unreadable)
+    }
+
+    fn nobody(&self, kind: RequestErrorKind, reason: &str, waited: Duration) -> BallastError {
+        let url = &self.shared.url;
+        if self.shared.client.connection_state() != ConnectionState::Connected {
+            return no_server(url, "the connection is gone");
+        }
+        match kind {
+            RequestErrorKind::NoResponders => {
+                let message = format!(
+                    "no Ballast gateway answers on the NATS server at {url}: start one with `ballast gateway --nats {url}` (`ballast dev` brings its own)"
+                );
+                BallastError::new(ErrorCode::Unavailable, message).with_details(json!({"missing": "gateway"}))
+            }
+            RequestErrorKind::TimedOut => {
+                let message = format!("the Ballast gateway at {url} has not answered for {} s", waited.as_secs());
+                BallastError::new(ErrorCode::Unavailable, message).with_details(json!({"missing": "answer"}))
+            }
+            RequestErrorKind::InvalidSubject | RequestErrorKind::MaxPayloadExceeded => {
+                BallastError::invalid(format!("the request can not be sent: {reason}"))
+            }
+            RequestErrorKind::Other => {
+                BallastError::new(ErrorCode::Unavailable, format!("the request to {url} was not sent: {reason}"))
+            }
+        }
+    }
+}
+
+fn no_server(url: &str, reason: &str) -> BallastError {
+    let message = format!(
+        "no NATS server answers at {url} ({reason}): start one (`ballast dev` brings its own) or give the right address with --nats"
+    );
+    BallastError::new(ErrorCode::Unavailable, message).with_details(json!({"missing": "server"}))
+}

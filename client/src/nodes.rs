@@ -1,0 +1,55 @@
+//! Connections to nodes: the client's settings for the data plane, and its errors in the client's words.
+
+use std::fmt;
+use std::time::Duration;
+
+use ballast_schemas::{BallastError, NodeEndpoint};
+use ballast_transfer::{ConnectOptions, NodeConnection, Route};
+
+/// Longest time without progress before a node is given up.
+const STALL: Duration = Duration::from_secs(15);
+/// Longest wait for a node that checks or copies a whole import.
+const LONG_WORK: Duration = Duration::from_secs(600);
+/// Connections to one node for one job, at most.
+const LANES_MAX: usize = 4;
+
+/// How bytes travelled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// On one host: descriptors and mapped memory.
+    Local,
+    /// Over TCP.
+    Tcp,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Transport::Local => "local",
+            Transport::Tcp => "tcp",
+        })
+    }
+}
+
+impl From<ballast_transfer::Transport> for Transport {
+    fn from(transport: ballast_transfer::Transport) -> Self {
+        match transport {
+            ballast_transfer::Transport::Unix => Transport::Local,
+            ballast_transfer::Transport::Tcp => Transport::Tcp,
+        }
+    }
+}
+
+pub(crate) async fn connect(
+    endpoint: &NodeEndpoint,
+    token: &str,
+    route: Route,
+) -> Result<NodeConnection, BallastError> {
+    let options = ConnectOptions { route, stall: STALL, patience: LONG_WORK };
+    Ok(NodeConnection::connect(endpoint, token, &options).await?)
+}
+
+/// How many connections (and threads) one job uses.
+pub(crate) fn lanes() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(LANES_MAX)
+}

@@ -1,0 +1,337 @@
+//! A put: open the import, take room, move the bytes, seal, publish (RFC, Import and READY Publication). The bytes of one
+//! import are `upload.rs`'s matter; the session's life is `session.rs`'s.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_schemas::manifest::{Manifest, ManifestPlan};
+use ballast_schemas::{
+    BallastError, BeginImportRequest, ClaimPhase, ErrorCode, IMPORT_TTL_MS_DEFAULT, IdentityRequest, ReplacementClaim,
+    RevisionIdentity, RevisionView, WeightRevisionMetadata, WeightStoragePolicy,
+};
+use ballast_transfer::{GroupLayout, checksum};
+use serde_json::json;
+
+use crate::admin::Admin;
+use crate::checksums::{StopOnDrop, of_units};
+use crate::gateway::Gateway;
+use crate::get::GetOptions;
+use crate::nodes::Transport;
+use crate::progress::{Phase, Progress};
+use crate::reading::Reading;
+use crate::session::{OpenSession, new_session_id};
+use crate::source::{Data, Source, UnitSource};
+use crate::store::is_published;
+use crate::upload::Upload;
+
+/// How long a failed put tries to abort its import before it tells of its failure.
+const ABORT_PATIENCE: Duration = Duration::from_secs(3);
+const CLAIM_LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Names listed in one error.
+const NAMES_SHOWN: usize = 3;
+
+/// What to publish, as which revision.
+#[derive(Debug)]
+pub(crate) struct PutRequest {
+    pub(crate) identity: RevisionIdentity,
+    pub(crate) policy: Option<WeightStoragePolicy>,
+    pub(crate) claim: Option<ReplacementClaim>,
+    pub(crate) wait_completed: bool,
+    pub(crate) patience: Duration,
+}
+
+/// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer aborts.
+#[derive(Debug)]
+pub struct PutWriter {
+    gateway: Gateway,
+    request: PutRequest,
+    progress: Progress,
+    plan: ManifestPlan,
+    units: Vec<UnitSource>,
+    /// By unit, as far as known.
+    checksums: Vec<Option<u64>>,
+    work: Work,
+    started: Instant,
+}
+
+#[derive(Debug)]
+enum Work {
+    /// The import is open.
+    Importing { session: OpenSession, upload: Upload },
+    /// The revision is READY already; the commit compares contents.
+    Existing { revision: Box<WeightRevisionMetadata>, manifest: Arc<Manifest> },
+}
+
+/// What a put did.
+#[derive(Clone, Debug)]
+pub struct PutReport {
+    /// The published record.
+    pub revision: WeightRevisionMetadata,
+    /// The replacement that it is the target of.
+    pub claim: Option<ReplacementClaim>,
+    /// The revision was READY before, with the same content.
+    pub existed: bool,
+    /// Logical payload bytes.
+    pub bytes: u64,
+    /// From the begin of the put to READY.
+    pub elapsed: Duration,
+    /// How the bytes went; `None` when none had to.
+    pub transport: Option<Transport>,
+}
+
+impl PutWriter {
+    pub(crate) async fn begin(
+        gateway: &Gateway,
+        source: Source,
+        request: PutRequest,
+        progress: Progress,
+    ) -> Result<Self, BallastError> {
+        let started = Instant::now();
+        let (plan, units) = source.plan(&request.identity)?;
+        let layout = GroupLayout::new(&plan.extents()).map_err(|error| BallastError::invalid(error.to_string()))?;
+        let begin = BeginImportRequest {
+            identity: request.identity.clone(),
+            session_id: new_session_id()?,
+            ttl_ms: IMPORT_TTL_MS_DEFAULT,
+            policy: request.policy,
+            placement_digest: plan.placement_digest(),
+            logical_bytes: plan.logical_bytes(),
+            reserved_bytes: layout.padded_bytes(),
+            unit_count: plan.unit_count(),
+        };
+        let work = match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
+            Ok((session, reply)) => match Upload::begin(gateway, &reply, &plan.extents()).await {
+                Ok(upload) => Work::Importing { session, upload },
+                Err(error) => {
+                    give_up(session).await;
+                    return Err(error);
+                }
+            },
+            Err(conflict) if conflict.code == ErrorCode::Conflict => {
+                existing(gateway, &request.identity, &plan, conflict).await?
+            }
+            Err(error) => return Err(error),
+        };
+        let checksums = vec![None; units.len()];
+        Ok(Self { gateway: gateway.clone(), request, progress, plan, units, checksums, work, started })
+    }
+
+    /// What is published.
+    #[must_use]
+    pub fn identity(&self) -> &RevisionIdentity {
+        &self.request.identity
+    }
+
+    /// The replacement that it is the target of.
+    #[must_use]
+    pub fn claim(&self) -> Option<&ReplacementClaim> {
+        self.request.claim.as_ref()
+    }
+
+    /// Writes a tensor that was announced as [`TensorData::Later`](crate::TensorData::Later). Again with other bytes
+    /// replaces them.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` for a tensor that was not announced so or has another size; otherwise when a node refuses.
+    pub async fn put_tensor(&mut self, name: &str, bytes: &[u8]) -> Result<(), BallastError> {
+        let found = self.units.iter().position(|unit| unit.name == name && matches!(unit.data, Data::Later));
+        let Some(unit) = found else {
+            return Err(BallastError::invalid(format!("the source has no tensor {name:?} whose bytes come later")));
+        };
+        if self.units[unit].bytes != bytes.len() as u64 {
+            let message = format!("tensor {name:?} has {} bytes, {} were given", self.units[unit].bytes, bytes.len());
+            return Err(BallastError::invalid(message));
+        }
+        if let Work::Importing { session, upload } = &mut self.work {
+            let lost = session.lost();
+            tokio::select! {
+                written = upload.write(self.units[unit].unit, bytes) => written?,
+                error = lost => return Err(error),
+            }
+        }
+        self.checksums[unit] = Some(checksum(bytes));
+        Ok(())
+    }
+
+    /// Moves the bytes, has them checked, and publishes the revision: READY and HOT when this returns.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` naming tensors that never came or a source that changed; `CHECKSUM_MISMATCH`; `CONFLICT` when
+    /// the revision is READY with other content; `LEASE_EXPIRED` when the session was lost. The import is aborted then.
+    pub async fn commit(self) -> Result<PutReport, BallastError> {
+        self.expect_complete()?;
+        let bytes = self.plan.logical_bytes();
+        let (revision, existed, transport) = match self.work {
+            Work::Existing { revision, manifest } => {
+                let checksums = compute(self.units, self.checksums, &self.progress, bytes).await?;
+                expect_same(&self.request.identity, &manifest, &checksums)?;
+                (*revision, true, None)
+            }
+            Work::Importing { mut session, mut upload } => {
+                let lost = session.lost();
+                let moved = async {
+                    let checksums = upload.run(&self.units, self.checksums, &self.progress, bytes).await?;
+                    let manifest = self.plan.seal(&checksums)?;
+                    self.progress.tell(Phase::Sealing, 0, bytes);
+                    upload.seal(&manifest).await?;
+                    Ok(manifest.sha256())
+                };
+                let sealed = tokio::select! {
+                    sealed = moved => sealed,
+                    error = lost => Err(error),
+                };
+                let published = match sealed {
+                    Ok(sha256) => {
+                        self.progress.tell(Phase::Committing, bytes, bytes);
+                        session.commit(sha256).await
+                    }
+                    Err(error) => Err(error),
+                };
+                match published {
+                    Ok(revision) => (revision, false, Some(upload.transport())),
+                    Err(error) => {
+                        give_up(session).await;
+                        return Err(error);
+                    }
+                }
+            }
+        };
+        let elapsed = self.started.elapsed();
+        let claim = match self.request.claim {
+            Some(claim) => Some(follow_claim(&self.gateway, claim, self.request.wait_completed, &self.progress).await?),
+            None => None,
+        };
+        Ok(PutReport { revision, claim, existed, bytes, elapsed, transport })
+    }
+
+    /// Gives the import up; its bytes are deleted.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` when nobody answers; the session then ends by itself.
+    pub async fn abort(self) -> Result<(), BallastError> {
+        match self.work {
+            Work::Importing { session, upload } => {
+                drop(upload);
+                session.abort(Duration::from_secs(30)).await
+            }
+            Work::Existing { .. } => Ok(()),
+        }
+    }
+
+    fn expect_complete(&self) -> Result<(), BallastError> {
+        let missing = self.units.iter().zip(&self.checksums);
+        let missing: Vec<&str> = missing
+            .filter(|(unit, checksum)| matches!(unit.data, Data::Later) && checksum.is_none())
+            .map(|(unit, _)| unit.name.as_str())
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "{} of {} tensors were never given their bytes ({}{}); put them before the commit",
+            missing.len(),
+            self.units.len(),
+            missing[..missing.len().min(NAMES_SHOWN)].join(", "),
+            if missing.len() > NAMES_SHOWN { ", …" } else { "" }
+        );
+        Err(BallastError::invalid(message).with_details(json!({"missing": missing.len()})))
+    }
+}
+
+async fn give_up(session: OpenSession) {
+    if let Err(error) = session.abort(ABORT_PATIENCE).await {
+        tracing::warn!(%error, "an import was not aborted; its session ends by itself");
+    }
+}
+
+/// The import was refused: because the revision is there already, with the same geometry?
+async fn existing(
+    gateway: &Gateway,
+    identity: &RevisionIdentity,
+    plan: &ManifestPlan,
+    conflict: BallastError,
+) -> Result<Work, BallastError> {
+    let body = IdentityRequest { identity: identity.clone() };
+    let view = gateway.call::<_, RevisionView>(&identity.tenant_id, "get_metadata", &body).await;
+    let Ok(view) = view else { return Err(conflict) };
+    if !is_published(&view.metadata) || view.metadata.retired {
+        return Err(conflict);
+    }
+    let reading = Reading::open(gateway, identity, &GetOptions::default()).await?;
+    let (manifest, revision) = (reading.manifest().clone(), reading.revision().clone());
+    reading.release().await?;
+    if manifest.placement_digest() != plan.placement_digest() {
+        return Err(other_content(identity, "its tensors and files are others"));
+    }
+    Ok(Work::Existing { revision: Box::new(revision), manifest })
+}
+
+fn other_content(identity: &RevisionIdentity, what: &str) -> BallastError {
+    let message = format!(
+        "{identity} is READY with other content: {what}; a revision never changes, publish the next generation"
+    );
+    BallastError::new(ErrorCode::Conflict, message)
+}
+
+/// Checksums of the whole source, without sending anything.
+async fn compute(
+    units: Vec<UnitSource>,
+    known: Vec<Option<u64>>,
+    progress: &Progress,
+    bytes: u64,
+) -> Result<Vec<u64>, BallastError> {
+    let meter = progress.meter(Phase::Comparing, bytes);
+    let stop = StopOnDrop::default();
+    let flag = stop.0.clone();
+    let computed = tokio::task::spawn_blocking(move || of_units(&units, &flag, &meter)).await;
+    let computed = computed.map_err(|error| BallastError::invalid(format!("reading the source failed: {error}")))??;
+    // What comes later has been put: the commit made sure.
+    Ok(computed.into_iter().zip(known).map(|(computed, known)| computed.or(known).unwrap_or_default()).collect())
+}
+
+fn expect_same(identity: &RevisionIdentity, manifest: &Manifest, checksums: &[u64]) -> Result<(), BallastError> {
+    let differs = manifest.units().iter().zip(checksums).position(|(unit, found)| unit.crc64 != *found);
+    match differs {
+        None => Ok(()),
+        Some(unit) => {
+            let groups = manifest.affinity_groups();
+            let name = groups
+                .get(unit)
+                .and_then(|group| group.iter().find(|name| !name.is_empty()))
+                .copied()
+                .unwrap_or_default();
+            Err(other_content(identity, &format!("{name:?} differs")).with_details(json!({"unit": unit, "name": name})))
+        }
+    }
+}
+
+/// The claim as it stands, or as it ends.
+async fn follow_claim(
+    gateway: &Gateway,
+    claim: ReplacementClaim,
+    to_its_end: bool,
+    progress: &Progress,
+) -> Result<ReplacementClaim, BallastError> {
+    let admin = Admin::new(gateway.clone());
+    loop {
+        let now = admin.get_upsert(&claim.target, Some(claim.request_id.clone())).await?;
+        if now.phase == ClaimPhase::Aborted && to_its_end {
+            let message =
+                format!("the replacement of {} by {} was aborted after its target was READY", now.base, now.target);
+            return Err(BallastError::new(ErrorCode::Conflict, message));
+        }
+        if !to_its_end || now.phase.is_terminal() {
+            return Ok(now);
+        }
+        progress.waiting(format!("{} is READY; {} is {}", now.target, now.base, describe(now.phase)));
+        tokio::time::sleep(CLAIM_LOOK_EVERY).await;
+    }
+}
+
+fn describe(phase: ClaimPhase) -> &'static str {
+    match phase {
+        ClaimPhase::RetiringBase => "read by the holders of older leases",
+        ClaimPhase::DeletingBase => "being deleted",
+        _ => "about to be retired",
+    }
+}
