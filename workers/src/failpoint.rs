@@ -1,0 +1,197 @@
+//! Test aids: a place where the process kills itself, and a pause between steps. Off unless the environment asks.
+//!
+//! * `BALLAST_FAILPOINT=<machine>.<step>.<before|after>`: the process ends by SIGKILL at that place, as a crash would
+//!   end it. Machines are `migration`, `repair`, `deletion`, `replacement` (in a workflow worker) and `node` (in a
+//!   transfer worker); a step is the snake-case name of the node request (`copy_to_cold`) or of the command
+//!   (`authorize_release`) that it consists of, and `claim`.
+//! * `BALLAST_FAILPOINT_FILE=<path>`: the failpoint strikes only if it can create this file, so once in all, however
+//!   often a supervisor restarts the process with the same environment.
+//! * `BALLAST_STEP_DELAY_MS=<milliseconds>`: a workflow worker pauses this long before each step, so that a person (or
+//!   a demonstration) can interrupt it in the middle. The claim is renewed meanwhile.
+
+use std::ffi::OsString;
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ballast_schemas::{Command, NodeRequest, OperationKind};
+
+/// Longest accepted pause: a larger number is a mistyped one.
+const STEP_DELAY_MAX: Duration = Duration::from_secs(600);
+
+/// On which side of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Nothing of it has happened.
+    Before,
+    /// All of it has happened, and nobody has been told.
+    After,
+}
+
+/// What the environment asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Failpoint {
+    place: Option<String>,
+    once_file: Option<PathBuf>,
+    step_delay: Duration,
+}
+
+/// A test aid in the environment that makes no sense; ignoring it would let a test pass that tests nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FailpointError {
+    /// Not three parts, or a third part that is neither side.
+    #[error("BALLAST_FAILPOINT is {given:?}; it must be <machine>.<step>.<before|after>, like migration.copy_to_cold.after")]
+    Place {
+        /// What was given.
+        given: String,
+    },
+    /// Not a number of milliseconds.
+    #[error("BALLAST_STEP_DELAY_MS is {given:?}; it must be a number of milliseconds up to 600000")]
+    Delay {
+        /// What was given.
+        given: String,
+    },
+}
+
+impl Failpoint {
+    /// Reads the three variables.
+    pub(crate) fn from_env() -> Result<Self, FailpointError> {
+        Self::from_values(std::env::var_os("BALLAST_FAILPOINT"), std::env::var_os("BALLAST_FAILPOINT_FILE"), std::env::var_os("BALLAST_STEP_DELAY_MS"))
+    }
+
+    fn from_values(place: Option<OsString>, once_file: Option<OsString>, delay: Option<OsString>) -> Result<Self, FailpointError> {
+        let text = |value: Option<OsString>| value.map(|value| value.to_string_lossy().into_owned()).filter(|text| !text.is_empty());
+        let place = match text(place) {
+            Some(given) if !is_place(&given) => return Err(FailpointError::Place { given }),
+            place => place,
+        };
+        let step_delay = match text(delay) {
+            None => Duration::ZERO,
+            Some(given) => match given.parse().map(Duration::from_millis) {
+                Ok(delay) if delay <= STEP_DELAY_MAX => delay,
+                _ => return Err(FailpointError::Delay { given }),
+            },
+        };
+        Ok(Self { place, once_file: once_file.filter(|path| !path.is_empty()).map(PathBuf::from), step_delay })
+    }
+
+    /// Ends the process here if this is the place.
+    pub(crate) fn strike(&self, machine: &str, step: &str, side: Side) {
+        if !self.is_at(machine, step, side) || !self.may_strike() {
+            return;
+        }
+        tracing::warn!(machine, step, ?side, "failpoint: killing this process");
+        // Not `abort`: nothing may run after this point, as in a real crash.
+        let killed = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        tracing::error!(?killed, "the failpoint could not kill this process");
+    }
+
+    fn is_at(&self, machine: &str, step: &str, side: Side) -> bool {
+        let side = match side {
+            Side::Before => "before",
+            Side::After => "after",
+        };
+        self.place.as_ref().is_some_and(|place| place.split('.').eq([machine, step, side]))
+    }
+
+    fn may_strike(&self) -> bool {
+        match &self.once_file {
+            None => true,
+            Some(path) => OpenOptions::new().write(true).create_new(true).open(path).is_ok(),
+        }
+    }
+
+    /// The pause before a step.
+    pub(crate) async fn pause(&self) {
+        if !self.step_delay.is_zero() {
+            tokio::time::sleep(self.step_delay).await;
+        }
+    }
+}
+
+fn is_place(text: &str) -> bool {
+    let parts: Vec<&str> = text.split('.').collect();
+    matches!(parts[..], [machine, step, "before" | "after"] if !machine.is_empty() && !step.is_empty())
+}
+
+/// The machine's name in a failpoint.
+pub(crate) fn machine_name(kind: OperationKind) -> &'static str {
+    match kind {
+        OperationKind::Migrating => "migration",
+        OperationKind::Repairing => "repair",
+        OperationKind::Deleting => "deletion",
+        OperationKind::Replacing => "replacement",
+    }
+}
+
+/// A node request's name in a failpoint.
+pub(crate) fn request_name(request: &NodeRequest) -> &'static str {
+    match request {
+        NodeRequest::Inventory { .. } => "inventory",
+        NodeRequest::Receipt { .. } => "receipt",
+        NodeRequest::AffinityIndex { .. } => "affinity_index",
+        NodeRequest::RaiseFence { .. } => "raise_fence",
+        NodeRequest::CopyToCold(_) => "copy_to_cold",
+        NodeRequest::CopyToMemory(_) => "copy_to_memory",
+        NodeRequest::ReleaseMemory(_) => "release_memory",
+        NodeRequest::DeleteUnits(_) => "delete_units",
+        NodeRequest::DeleteInstance { .. } => "delete_instance",
+        NodeRequest::Verify(_) => "verify",
+    }
+}
+
+/// The name in a failpoint of a command that a workflow worker appends.
+pub(crate) fn command_name(command: &Command) -> &'static str {
+    match command {
+        Command::ClaimOperation(_) => "claim",
+        Command::RenewClaim(_) => "renew_claim",
+        Command::OperationAdvanced(_) => "operation_advanced",
+        Command::OperationAttemptFailed(_) => "operation_attempt_failed",
+        Command::ParkOperation(_) => "park_operation",
+        Command::AuthorizeRelease(_) => "authorize_release",
+        Command::OperationFinished(_) => "operation_finished",
+        Command::DeletionFinished(_) => "deletion_finished",
+        Command::ReplacementAdvanced(_) => "replacement_advanced",
+        Command::RevisionDegraded(_) => "revision_degraded",
+        Command::RevisionRecovered(_) => "revision_recovered",
+        Command::StartMigration(_) => "start_migration",
+        _ => "command",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(place: Option<&str>, delay: Option<&str>) -> Result<Failpoint, FailpointError> {
+        Failpoint::from_values(place.map(OsString::from), None, delay.map(OsString::from))
+    }
+
+    #[test]
+    fn a_failpoint_is_only_at_its_own_place() {
+        let failpoint = from(Some("migration.copy_to_cold.after"), None).unwrap();
+        assert!(failpoint.is_at("migration", "copy_to_cold", Side::After));
+        assert!(!failpoint.is_at("migration", "copy_to_cold", Side::Before));
+        assert!(!failpoint.is_at("deletion", "copy_to_cold", Side::After));
+        assert!(!from(None, None).unwrap().is_at("migration", "copy_to_cold", Side::After));
+    }
+
+    #[test]
+    fn a_mistyped_test_aid_is_refused() {
+        for wrong in ["migration", "migration.copy", "migration.copy.during", "..before", "a.b.c.after"] {
+            assert!(matches!(from(Some(wrong), None), Err(FailpointError::Place { .. })), "{wrong}");
+        }
+        for wrong in ["2s", "-1", "600001"] {
+            assert!(matches!(from(None, Some(wrong)), Err(FailpointError::Delay { .. })), "{wrong}");
+        }
+        assert_eq!(from(Some(""), Some("")).unwrap(), Failpoint::default());
+    }
+
+    #[test]
+    fn with_a_file_a_failpoint_strikes_once_over_all_restarts() {
+        let folder = tempfile::tempdir().unwrap();
+        let failpoint = Failpoint { once_file: Some(folder.path().join("struck")), ..Failpoint::default() };
+        assert!(failpoint.may_strike());
+        assert!(!failpoint.clone().may_strike());
+    }
+}
