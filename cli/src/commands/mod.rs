@@ -1,0 +1,109 @@
+//! What each command does: resolve the name, call, wait if asked to, print. One file per family.
+
+mod follow;
+mod operations;
+mod read;
+mod revisions;
+mod write;
+
+use std::time::Duration;
+
+use ballast_client::{Admin, ConnectOptions, Gateway, WeightStore};
+use ballast_schemas::{BallastError, OperationId, OperationStatus, TenantId, WeightOperation, WeightStoragePolicy};
+
+use crate::args::{Command, PolicyFlags};
+use crate::output::Output;
+
+/// How often something that is waited for is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// What every command works with.
+pub struct Context {
+    pub store: WeightStore,
+    pub admin: Admin,
+    pub gateway: Gateway,
+    pub out: Output,
+}
+
+/// Connects and runs one command.
+pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), BallastError> {
+    let gateway = Gateway::connect(&ConnectOptions::new(nats)).await?;
+    let context = Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
+    match command {
+        Command::Put(args) => write::put(&context, args).await,
+        Command::Upsert(args) => write::upsert(&context, args).await,
+        Command::Get(args) => read::get(&context, args).await,
+        Command::Open(args) => read::open(&context, args).await,
+        Command::Ls(args) => revisions::ls(&context, args).await,
+        Command::Show(args) => revisions::show(&context, args).await,
+        Command::Policy(args) => revisions::policy(&context, args).await,
+        Command::Rm(args) => revisions::rm(&context, args).await,
+        Command::Migrate(args) => operations::migrate(&context, args).await,
+        Command::Op(args) => operations::op(&context, args).await,
+        Command::Watch(args) => follow::watch(&context, args).await,
+        Command::Status => follow::status(&context).await,
+        // Services are run by `main` and never reach this place.
+        Command::Dev(_) | Command::Gateway(_) | Command::WorkflowWorker(_) | Command::TransferWorker(_) => Ok(()),
+    }
+}
+
+impl PolicyFlags {
+    /// `base` with what the flags say, or `None` when they say nothing.
+    fn over(&self, base: WeightStoragePolicy) -> Result<Option<WeightStoragePolicy>, BallastError> {
+        if self.preferred.is_none() && self.hot_ratio.is_none() && self.mode.is_none() {
+            return Ok(None);
+        }
+        WeightStoragePolicy::new(
+            self.preferred.unwrap_or(base.preferred_residency),
+            self.hot_ratio.unwrap_or(base.mixed_hot_ratio),
+            self.mode.unwrap_or(base.migration_mode),
+        )
+        .map(Some)
+        .map_err(|error| BallastError::invalid(error.to_string()))
+    }
+}
+
+/// Waits until an operation has ended, showing its progress. An operation that waits for something says so.
+async fn wait_for(context: &Context, tenant: &TenantId, id: &OperationId) -> Result<WeightOperation, BallastError> {
+    let mut bar = context.out.bytes_bar(&format!("{id}"));
+    let mut said = None;
+    loop {
+        let operation = context.store.weight_get_operation(tenant, id).await?;
+        if operation.status.is_terminal() {
+            return Ok(operation);
+        }
+        if operation.total_bytes > 0 {
+            bar.set(operation.processed_bytes, operation.total_bytes);
+        }
+        let waits = match operation.status {
+            OperationStatus::Parked => operation.park_reason.map(|reason| format!("{id} waits: {reason}")),
+            OperationStatus::Paused => Some(format!("{id} is paused; `ballast op resume {id}` lets it go on")),
+            OperationStatus::BackingOff => {
+                operation.last_error.as_ref().map(|error| format!("{id} tries again after {}: {}", error.code, error.message))
+            }
+            _ => None,
+        };
+        if waits.is_some() && waits != said {
+            context.out.note(waits.as_deref().unwrap_or_default());
+            said = waits;
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// The operation if it ended well, else why it did not.
+fn succeeded(operation: WeightOperation) -> Result<WeightOperation, BallastError> {
+    if operation.status == OperationStatus::Succeeded {
+        return Ok(operation);
+    }
+    let why = operation.last_error.as_ref();
+    let code = why.map_or(ballast_schemas::ErrorCode::Conflict, |error| error.code);
+    let reason = why.map_or_else(String::new, |error| format!(": {}", error.message));
+    let message = format!("operation {} ended as {}{reason}", operation.operation_id, operation.status);
+    let details = serde_json::to_value(&operation).unwrap_or_default();
+    Err(BallastError::new(code, message).with_details(details))
+}
+
+fn tenant(text: &str) -> Result<TenantId, BallastError> {
+    TenantId::new(text).map_err(|error| BallastError::invalid(error.to_string()))
+}
