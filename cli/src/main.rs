@@ -20,7 +20,8 @@ fn main() {
     );
     let filter = EnvFilter::try_from_env("BALLAST_LOG")
         .unwrap_or_else(|_| EnvFilter::new(if is_service { "info,async_nats=warn" } else { "error,async_nats=off" }));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_writer(std::io::stderr).init();
     let out = Output { format: cli.output, progress: cli.progress };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,

@@ -1,7 +1,7 @@
 //! How results reach people and programs: tables, JSON documents, sizes, errors with exit codes, progress bars.
 
 use std::fmt::Write as _;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
 use ballast_schemas::{BallastError, RevisionView, WeightOperation, WeightRevisionMetadata};
@@ -19,6 +19,14 @@ pub struct Output {
     pub progress: bool,
 }
 
+/// Prints one line. A reader that has gone away (`| head`) ends the program quietly, as a signal would.
+pub fn print_line(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    if writeln!(stdout, "{text}").and_then(|()| stdout.flush()).is_err() {
+        std::process::exit(141);
+    }
+}
+
 /// Work shorter than this shows no progress bar.
 const PROGRESS_AFTER: Duration = Duration::from_millis(500);
 
@@ -26,8 +34,8 @@ impl Output {
     /// Prints a result: `value` as JSON, or the text that `table` makes.
     pub fn show<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) {
         match self.format {
-            Format::Json => println!("{}", serde_json::to_string(value).unwrap_or_else(|error| error.to_string())),
-            Format::Table => println!("{}", table().trim_end()),
+            Format::Json => print_line(&serde_json::to_string(value).unwrap_or_else(|error| error.to_string())),
+            Format::Table => print_line(table().trim_end()),
         }
     }
 
@@ -262,7 +270,7 @@ pub fn time(unix_ms: u64) -> String {
 #[must_use]
 pub fn fail(format: Format, error: &BallastError) -> i32 {
     if format == Format::Json {
-        println!("{}", error.to_body());
+        print_line(&error.to_body().to_string());
     }
     eprintln!("error: {}: {}", error.code, error.message);
     10 + i32::from(error.code.number())

@@ -4,7 +4,7 @@ use ballast_client::{EventFeed, EventFilter, EventStart};
 use ballast_schemas::{BallastError, Event, EventBody, StatusReply};
 
 use super::{Context, tenant};
-use crate::args::{Format, WatchArgs};
+use crate::args::WatchArgs;
 use crate::output::{bytes, percent, table, time};
 
 pub async fn watch(context: &Context, args: WatchArgs) -> Result<(), BallastError> {
@@ -24,10 +24,7 @@ pub async fn watch(context: &Context, args: WatchArgs) -> Result<(), BallastErro
     while left > 0 {
         tokio::select! {
             followed = feed.next() => {
-                match context.out.format {
-                    Format::Json => println!("{}", serde_json::to_string(&followed.event).unwrap_or_default()),
-                    Format::Table => println!("{}", line(&followed.event)),
-                }
+                context.out.show(&followed.event, || line(&followed.event));
                 left -= 1;
             }
             _ = tokio::signal::ctrl_c() => break,
