@@ -285,18 +285,21 @@ async fn two_gateways_share_the_work_and_read_each_others_writes() {
     assert_eq!(answered_by.len(), 2, "{answered_by:?}");
     // One of them goes, amid requests; none is lost, and then the other answers alone.
     let client = fixture.client.clone();
-    let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let (rounds, mut counted) = tokio::sync::watch::channel(0);
     let asking = tokio::spawn(async move {
-        let mut answered = 0;
-        while stopped.try_recv().is_err() {
+        while !*stopped.borrow() {
             let requests = (0..20).map(|_| client.request("ballast.v1.default.status", "{}".into()));
-            answered += futures::future::try_join_all(requests).await.unwrap().len();
+            futures::future::try_join_all(requests).await.unwrap();
+            rounds.send_modify(|rounds| *rounds += 1);
         }
-        answered
     });
+    counted.wait_for(|rounds| *rounds >= 2).await.unwrap();
     fixture.stop_gateway().await;
-    stop.send(()).unwrap();
-    assert!(asking.await.unwrap() > 0);
+    let rounds = *counted.borrow();
+    counted.wait_for(|now| *now > rounds).await.unwrap();
+    stop.send(true).unwrap();
+    asking.await.unwrap();
     for _ in 0..10 {
         assert_eq!(fixture.call("status", json!({})).await.unwrap()["replica_id"], "gateway-2");
     }
