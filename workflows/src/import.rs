@@ -368,3 +368,6 @@ fn expect_receipts(session: &ImportSession, command: &CommitImport) -> Result<()
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests;

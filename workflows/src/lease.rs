@@ -148,3 +148,6 @@ fn expect_ttl(ttl_ms: u64) -> Result<(), Rejection> {
     let message = format!("a lease of {ttl_ms} ms is not possible; give {LEASE_TTL_MS_MIN} to {LEASE_TTL_MS_MAX} ms");
     Err(Rejection::new(ErrorCode::InvalidArgument, message))
 }
+
+#[cfg(test)]
+mod tests;

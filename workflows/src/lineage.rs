@@ -478,3 +478,6 @@ fn is_same_request(claim: &ReplacementClaim, command: &BeginReplacement) -> bool
         && claim.expected_base_generation == command.expected_metadata_generation
         && claim.policy == command.policy
 }
+
+#[cfg(test)]
+mod tests;

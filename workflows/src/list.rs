@@ -120,3 +120,6 @@ fn read_token(tenant: &TenantId, token: &str) -> Result<RevisionIdentity, Ballas
     }
     RevisionIdentity::new(tenant.as_str(), namespace, resource, revision, generation).map_err(|_| wrong())
 }
+
+#[cfg(test)]
+mod tests;

@@ -209,3 +209,6 @@ fn is_automatic(trigger: MigrationTrigger) -> bool {
         MigrationTrigger::Initial | MigrationTrigger::Explicit => false,
     }
 }
+
+#[cfg(test)]
+mod tests;

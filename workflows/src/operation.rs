@@ -383,8 +383,13 @@ impl Fold<'_> {
         match view.status {
             OperationStatus::Runnable => {}
             OperationStatus::Claimed if view.worker.as_ref() == Some(&command.worker) => {
-                // A repeat after a lost reply: the same epoch again.
-                self.edit_operation(key, |operation| extend_claim(&mut operation.view, expires_at));
+                // A repeat after a lost reply: the same epoch again, under a fence of its own, so that a step that this
+                // worker lost track of can not be mistaken for done.
+                self.edit_operation(key, |operation| {
+                    extend_claim(&mut operation.view, expires_at);
+                    operation.view.fence = operation.view.fence.max(fence);
+                });
+                self.note_effect(key);
                 return self.operation_reply(id);
             }
             OperationStatus::Claimed => {
@@ -560,3 +565,6 @@ fn drop_claim(view: &mut WeightOperation) {
 fn extend_claim(view: &mut WeightOperation, expires_at: LogTime) {
     view.claim_expires_at = Some(view.claim_expires_at.map_or(expires_at, |at| at.max(expires_at)));
 }
+
+#[cfg(test)]
+mod tests;

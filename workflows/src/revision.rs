@@ -381,3 +381,6 @@ pub(crate) fn expect_readable(residency: Residency) -> Result<(), Rejection> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests;

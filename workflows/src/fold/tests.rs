@@ -1,1 +1,207 @@
+use ballast_schemas::{
+    AnnounceReplica, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster, ReplicaId, Residency, SnapshotCommitted, UpsertMode,
+};
 
+use super::*;
+use crate::testing::*;
+
+fn entry(commands: Vec<Command>) -> Envelope {
+    let records = commands.into_iter().enumerate().map(|(n, command)| CommandRecord {
+        id: CommandId::new(format!("c{n}")).unwrap(),
+        not_after: LogTime(60_000),
+        command,
+    });
+    Envelope { id: "e".into(), commands: records.collect() }
+}
+
+#[test]
+fn a_log_that_does_not_begin_with_create_cluster_stops_the_replica() {
+    let mut state = State::new();
+    assert_eq!(fold(&mut state, 1, 5, &entry(vec![Command::Tick])), Err(FoldHalt::NoCluster));
+    assert_eq!(fold(&mut state, 1, 5, &entry(vec![])), Err(FoldHalt::NoCluster));
+    let Command::CreateCluster(mut cluster) = create() else { unreachable!() };
+    cluster.config.migration_max_members_per_round = 0;
+    let halt = fold(&mut state, 1, 5, &entry(vec![Command::CreateCluster(cluster)])).unwrap_err();
+    assert!(halt.to_string().contains("weight_migration_max_members_per_round"), "{halt}");
+    assert_eq!(state, State::new());
+}
+
+#[test]
+fn a_gap_or_a_repeat_in_the_sequence_stops_the_replica_and_changes_nothing() {
+    let mut log = Log::new();
+    let before = log.state.clone();
+    for seq in [0, 1, 3] {
+        let halt = fold(&mut log.state, seq, 5, &entry(vec![Command::Tick])).unwrap_err();
+        assert_eq!(halt, FoldHalt::NotContinuous { folded: 1, expected: 2, found: seq });
+    }
+    assert_eq!(log.state, before);
+}
+
+#[test]
+fn the_log_clock_adds_up_small_steps_and_clamps_large_and_backward_ones() {
+    let mut state = State::new();
+    let start = START_MS * 1_000_000;
+    let fold_at = |state: &mut State, ns: u64, commands| {
+        let seq = state.log_seq() + 1;
+        fold(state, seq, ns, &entry(commands)).unwrap();
+        state.log_clock().0
+    };
+    assert_eq!(fold_at(&mut state, start, vec![create()]), 0);
+    let mut at = start;
+    for _ in 0..10 {
+        at += 250_000;
+        fold_at(&mut state, at, vec![]);
+    }
+    assert_eq!(state.log_clock().0, 2, "ten quarters of a millisecond are two whole ones");
+    assert_eq!(fold_at(&mut state, at + 3_600_000_000_000, vec![]), 5_002, "an hour forward counts as five seconds");
+    assert_eq!(fold_at(&mut state, at, vec![]), 5_002, "time does not go back");
+    assert_eq!(fold_at(&mut state, at + 1_000_000_000, vec![]), 6_002, "nor does it stand still afterwards");
+}
+
+#[test]
+fn a_repeated_command_hears_its_first_outcome_and_has_no_second_effect() {
+    let mut log = Log::new();
+    log.put(1, hot());
+    let record = log.record(migrate(1, Residency::Cold, 2));
+    let first = log.fold(vec![record.clone()]);
+    let generation = log.generation(1);
+    log.pass(50_000);
+    let again = log.fold(vec![record.clone(), record.clone()]);
+    assert_eq!(again.outcomes, vec![first.outcomes[0].clone(); 2]);
+    assert!(again.events.is_empty());
+    assert_eq!(log.generation(1), generation);
+    let other = CommandRecord { command: remove(1, 3), ..record.clone() };
+    assert_eq!(log.fold(vec![other]).outcomes[0].as_ref().unwrap_err().code, ErrorCode::Conflict);
+    log.pass(11_000);
+    let late = log.fold(vec![record]).outcomes.remove(0).unwrap_err();
+    assert_eq!(late.code, ErrorCode::Unavailable);
+    assert!(late.message.contains("too late"));
+    assert!(log.state.record.recent.keys().all(|id| id.as_str() != "cmd-4"), "forgotten once no repeat can be accepted");
+}
+
+#[test]
+fn a_command_from_too_far_in_the_future_is_refused() {
+    let mut log = Log::new();
+    let mut record = log.record(Command::SetConfig(ClusterConfig::default()));
+    record.not_after = LogTime::MAX;
+    assert_eq!(log.fold(vec![record]).outcomes[0].as_ref().unwrap_err().code, ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
+    let mut state = State::new();
+    let cluster = CreateCluster {
+        cluster_id: ClusterId::new("c").unwrap(),
+        incarnation: 1,
+        config: ClusterConfig::default(),
+        capabilities: vec![],
+    };
+    let confirm = |capability| Command::ConfirmCapability(ConfirmCapability { capability });
+    let announce = |families: &[u8]| {
+        Command::AnnounceReplica(AnnounceReplica {
+            replica_id: ReplicaId::new("r1").unwrap(),
+            families: families.to_vec(),
+            version: "1".into(),
+        })
+    };
+    let begin = Command::BeginImport(begin(1, hot()));
+    let lease = acquire(1, "l", 1000);
+    let upsert = replace(1, 2, UpsertMode::PutFirst, 2, "r");
+    let commands = vec![
+        Command::CreateCluster(cluster),
+        begin.clone(),
+        lease.clone(),
+        upsert.clone(),
+        announce(&[0, 8, 9, 10]),
+        confirm(Capability::WeightManagement),
+        announce(&[0, 8, 9, 10, 11]),
+        confirm(Capability::WeightManagement),
+        begin,
+        lease,
+        upsert.clone(),
+        confirm(Capability::WeightLineage),
+    ];
+    let outcomes = fold(&mut state, 1, 1, &entry(commands)).unwrap().outcomes;
+    let refused = |at: usize| outcomes[at].as_ref().unwrap_err();
+    for at in [1, 2, 5] {
+        assert!(refused(at).message.contains(if at == 5 { "family 11" } else { "weight_management" }), "{at}: {:?}", refused(at));
+        assert_eq!(refused(at).code, ErrorCode::NotReady);
+    }
+    assert!(outcomes[7].is_ok() && outcomes[8].is_ok());
+    assert!(refused(9).message.contains("IMPORTING"));
+    for at in [3, 10] {
+        assert!(refused(at).message.contains("weight_lineage"));
+    }
+    assert!(refused(11).message.contains("family 12"), "the replica that was announced can not fold it");
+}
+
+#[test]
+fn a_cluster_is_created_once() {
+    let mut log = Log::new();
+    assert_eq!(log.code(create()), ErrorCode::Conflict);
+    assert_eq!(log.state.cluster_id().unwrap().as_str(), "c1");
+    let bad = ClusterConfig { deletion_max_members_per_round: 0, ..ClusterConfig::default() };
+    assert_eq!(log.code(Command::SetConfig(bad)), ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn only_the_last_two_snapshots_are_remembered() {
+    let mut log = Log::new();
+    log.pass(20_000);
+    let snapshot = |seq| Command::SnapshotCommitted(SnapshotCommitted { seq, digest: Digest::of(b"s") });
+    for seq in [1, 3, 2, 4] {
+        assert!(log.send(snapshot(seq)).is_ok());
+    }
+    assert_eq!(log.state.snapshots().iter().map(|s| s.seq).collect::<Vec<_>>(), [3, 4]);
+    assert_eq!(log.code(snapshot(100)), ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn what_time_ends_happens_before_the_entry_and_is_named_by_its_first_position() {
+    let mut log = Log::new();
+    log.import(begin(1, hot()));
+    log.pass(15_000 - 1);
+    assert_eq!(log.revision(1).availability.name(), "IMPORTING");
+    log.now_ms += 1;
+    let renew = Command::RenewImport(ballast_schemas::RenewImport { identity: identity(1), session_id: session("s1") });
+    let applied = log.entry(vec![renew, Command::Barrier]);
+    assert_eq!(applied.outcomes[0].as_ref().unwrap_err().code, ErrorCode::LeaseExpired);
+    let ids: Vec<String> = applied.events.iter().map(Event::message_id).collect();
+    let seq = log.state.log_seq();
+    assert_eq!(ids, [format!("{seq}.0.0"), format!("{seq}.0.1")]);
+    assert_eq!(log.active(1).operation_id.as_str(), format!("op-{seq}.0"));
+}
+
+#[test]
+fn a_state_reads_back_from_a_snapshot_and_an_unknown_format_is_refused() {
+    let mut log = Log::new();
+    log.put(1, policy(Residency::Mixed, ballast_schemas::MigrationMode::Auto));
+    log.send(acquire(1, "l1", 60_000)).unwrap();
+    log.claimed(1, "w1");
+    let bytes = rmp_serde::to_vec_named(&log.state).unwrap();
+    let back: State = rmp_serde::from_slice(&bytes).unwrap();
+    assert_eq!(back, log.state);
+    assert_eq!(back.digest(), log.state.digest());
+    back.check_invariants().unwrap();
+    let mut other = log.state.clone();
+    other.record.format = 2;
+    let bytes = rmp_serde::to_vec_named(&other).unwrap();
+    let error = rmp_serde::from_slice::<State>(&bytes).unwrap_err().to_string();
+    assert!(error.contains("snapshot format 2"), "{error}");
+}
+
+#[test]
+fn two_replicas_that_decide_alike_have_equal_chains() {
+    let run = |extra: bool| {
+        let mut log = Log::new();
+        log.put(1, hot());
+        if extra {
+            log.send(acquire(2, "l", 10)).unwrap_err();
+        } else {
+            log.send(acquire(1, "l", 10)).unwrap();
+        }
+        log.state.chain()
+    };
+    assert_eq!(run(true), run(true));
+    assert_ne!(run(true), run(false));
+}

@@ -8,13 +8,13 @@
 //! node's disk (RFC, safety invariant 6).
 
 use ballast_schemas::{
-    AffinityIndex, AuthorizeRelease, Availability, Bitmap, Command, ErrorCode, NodeEvidence, NodeId, NodeRequest,
+    AffinityIndex, AuthorizeRelease, Availability, Bitmap, Command, ErrorCode, NodeEvidence, NodeRequest,
     OperationFinished, Residency, RevisionDegraded, WeightRevisionMetadata,
 };
 
 use super::work_list::{WorkList, hot_ppm, logical_bytes};
 use super::{Observation, Step, advanced, failed};
-use crate::operation::Operation;
+use crate::operation::{Authorization, Operation};
 use crate::state::State;
 
 /// A split further from what was asked than this is said to be the nearest there is, in parts per million.
@@ -91,10 +91,7 @@ impl Migration<'_> {
         }
         let cursor = usize::try_from(self.operation.view.cursor).unwrap_or(usize::MAX);
         if let Some(authorized) = self.operation.authorized {
-            // Exactly the units that the log gave leave for, whatever the inventory says by now.
-            let from = usize::try_from(authorized.cursor).unwrap_or(usize::MAX);
-            let units = usize::try_from(authorized.unit_count).unwrap_or(usize::MAX);
-            return self.release(from.min(cursor), units);
+            return self.release(&authorized);
         }
         if cursor < self.work.promote {
             let to = self.round(cursor, self.work.promote, |unit| !self.hot.get(unit));
@@ -110,18 +107,11 @@ impl Migration<'_> {
     /// A new claim's first step. With a release outstanding, the nodes it concerns obey its fence by executing it.
     fn raise_fences(&self) -> Option<Step> {
         let view = &self.operation.view;
-        if !view.release_outstanding {
-            return self.seen.raise_fence(view.fence);
-        }
-        let batch = self.operation.authorized.map(|authorized| {
-            let from = usize::try_from(authorized.cursor).unwrap_or(usize::MAX);
-            self.released_units(from, usize::try_from(authorized.unit_count).unwrap_or(usize::MAX))
+        let Some(authorized) = self.operation.authorized else { return self.seen.raise_fence(view.fence) };
+        let batch = self.authorized_units(&authorized);
+        let idle = self.seen.inventory.nodes.iter().find(|(_, inventory)| {
+            inventory.fence < view.fence && !batch.iter().any(|unit| inventory.cold.get(*unit))
         });
-        let batch = batch.unwrap_or_default();
-        let idle =
-            self.seen.inventory.nodes.iter().find(|(_, inventory)| {
-                inventory.fence < view.fence && !batch.iter().any(|unit| inventory.hot.get(*unit))
-            });
         let (node, _) = idle?;
         let request = NodeRequest::RaiseFence { instance: self.seen.instance.clone(), fence: view.fence };
         Some(Step::Effect { node: node.clone(), request })
@@ -191,28 +181,39 @@ impl Migration<'_> {
         }))
     }
 
-    /// The units of an authorised batch. At the end of the list it is every unit that is to be cold.
-    fn released_units(&self, from: usize, count: usize) -> Vec<u32> {
-        if from >= self.work.units.len() {
-            return self.units(self.work.promote, self.work.units.len()).to_vec();
+    /// Exactly the units that the log gave leave for, whatever the inventories say by now. At the end of the list it is every
+    /// unit that is to be cold.
+    fn authorized_units(&self, authorized: &Authorization) -> &[u32] {
+        let from = usize::try_from(authorized.cursor).unwrap_or(usize::MAX);
+        let count = usize::try_from(authorized.unit_count).unwrap_or(usize::MAX);
+        let all = self.work.units.len();
+        match from < all {
+            true => self.units(from.max(self.work.promote), from.saturating_add(count)),
+            false => self.units(self.work.promote, all),
         }
-        self.units(from.max(self.work.promote), from.saturating_add(count)).to_vec()
     }
 
-    /// Executes an authorised release, on every node that still holds some of it in memory.
-    fn release(&self, from: usize, count: usize) -> Step {
-        let units = self.released_units(from, count);
+    /// Executes an authorised release on every node that may still hold some of it in memory. A node that was asked before
+    /// and found readers hands the units out no more, but keeps their bytes: only a good answer under the present fence
+    /// says that they are gone.
+    fn release(&self, authorized: &Authorization) -> Step {
+        let fence = self.operation.view.fence;
+        let units = self.authorized_units(authorized);
         // A copy that was lost since the leave was given is made again first.
-        if let Some(step) = self.copy_to_cold(&units) {
+        if let Some(step) = self.copy_to_cold(units) {
             return step;
         }
-        let holder: Option<(&NodeId, Vec<u32>)> = self.seen.inventory.nodes.iter().find_map(|(node, inventory)| {
-            let here: Vec<u32> = units.iter().copied().filter(|unit| inventory.hot.get(*unit)).collect();
-            (!here.is_empty()).then_some((node, here))
+        let holder = self.seen.inventory.nodes.iter().find_map(|(node, inventory)| {
+            let here: Vec<u32> = units.iter().copied().filter(|unit| inventory.cold.get(*unit)).collect();
+            let open = inventory.fence < fence || here.iter().any(|unit| inventory.hot.get(*unit));
+            (open && !here.is_empty()).then_some((node, here))
         });
         match holder {
-            Some((node, here)) => self.seen.effect(node, self.operation.view.fence, here, NodeRequest::ReleaseMemory),
-            None => self.advance(from.saturating_add(count).min(self.work.units.len())),
+            Some((node, here)) => self.seen.effect(node, fence, here, NodeRequest::ReleaseMemory),
+            None => {
+                let end = authorized.cursor.saturating_add(authorized.unit_count.into());
+                self.advance(usize::try_from(end).unwrap_or(usize::MAX).min(self.work.units.len()))
+            }
         }
     }
 
