@@ -79,7 +79,7 @@ class Service:
         self.name = name
         self.command = [str(part) for part in command]
         self.log = pathlib.Path(folder) / f"{name}.log"
-        self.ready = re.compile(ready)
+        self.ready = re.compile(ready, re.M)
         self.env = dict(env or {})
         self.process = None
         self._log_start = 0

@@ -248,13 +248,15 @@ class Demo:
     def kill_worker(self):
         with self.step("kill -9 the workflow worker in the middle of a migration: another finishes the same operation") as details:
             self.settled(1)
+            # From COLD, so that every unit is still to be moved and the middle is a real one.
+            self.cluster.cli.json("migrate", f"{NAME}#1", "cold", "--wait", timeout_s=CONVERGENCE_S)
             self.workflow_workers(STEP_DELAY_MS)
             operation_id = self.cluster.cli.json("migrate", f"{NAME}#1", "hot")["operation_id"]
 
             def in_the_middle():
                 operation = self.verbs.operation(operation_id)
                 expect(operation["status"] not in TERMINAL, f"the migration ended as {operation['status']} before it could be interrupted")
-                return operation["status"] == "CLAIMED" and operation["worker"] and operation["cursor"] > 0 and operation
+                return operation["status"] == "CLAIMED" and operation["worker"] and operation["processed_units"] > 0 and operation
             before = wait_until(in_the_middle, 60, "the migration is in its middle", poll_s=0.01)
             victim = next((worker for worker in self.cluster.workflow_workers if worker.name in before["worker"]), None)
             expect(victim, f"the operation is claimed by {before['worker']}, which is none of ours")
