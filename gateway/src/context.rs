@@ -43,7 +43,7 @@ impl Context {
         }
         match options.consistency {
             Consistency::Local => Ok(()),
-            Consistency::Linearizable => self.replica.barrier().await.map(drop).map_err(submit_error),
+            Consistency::Linearizable => self.barrier().await,
         }
     }
 
@@ -55,6 +55,26 @@ impl Context {
     ) -> Result<(u64, R), BallastError> {
         self.freshen(options).await?;
         Ok(self.replica.read(|state| (state.log_seq(), look(state))))
+    }
+
+    /// Looks at the state before a mutation. What it refuses is looked at again behind a barrier: no mutation is refused only
+    /// because this gateway has not folded yet what another one answered.
+    pub(crate) async fn decide<T>(
+        &self,
+        options: &RequestOptions,
+        look: impl Fn(&State) -> Result<T, BallastError>,
+    ) -> Result<T, BallastError> {
+        self.freshen(options).await?;
+        if let Ok(found) = self.replica.read(&look) {
+            return Ok(found);
+        }
+        self.barrier().await?;
+        self.replica.read(&look)
+    }
+
+    /// Waits until everything that was durable by now is folded here.
+    pub(crate) async fn barrier(&self) -> Result<(), BallastError> {
+        self.replica.barrier().await.map(drop).map_err(submit_error)
     }
 
     /// Appends a command for a call and returns its position and what the fold answered.

@@ -1,7 +1,7 @@
 //! Introductions: a node that starts says who it is and what it holds, and hears which cluster this is, the key that tokens are
 //! signed with, and what the log knows of each of its instances. Nothing is ever deleted on a doubt.
 //!
-//! See ARCHITECTURE.md, Nodes. Not here: what a node does with the answer (workers).
+//! See ARCHITECTURE.md, Three authorities. Not here: what a node does with the answer (workers).
 
 use std::sync::Arc;
 use std::time::Duration;

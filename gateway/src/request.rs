@@ -1,7 +1,7 @@
 //! One call of a verb: whose it is, what it asks, and the answer's form.
 //!
 //! The tenant is a token of the subject, so that plain NATS permissions keep tenants apart; an identity in the body must name
-//! the same one. Not here: what the verbs do (`verbs/`). See ARCHITECTURE.md, The gateway.
+//! the same one. Not here: what the verbs do (`verbs/`). See ARCHITECTURE.md, The rooms.
 
 use ballast_schemas::subject::{self, token};
 use ballast_schemas::{

@@ -1,7 +1,7 @@
 //! The NATS service: every verb an endpoint of `ballast-gateway`, found by `nats micro ls` and `$SRV.INFO`, shared by all
 //! gateways through one queue group. A request gets a task of its own, a deadline, and an answer in any case.
 //!
-//! Not here: what verbs do (`verbs/`). See ARCHITECTURE.md, The gateway.
+//! Not here: what verbs do (`verbs/`). See ARCHITECTURE.md, The rooms.
 
 use std::collections::HashMap;
 use std::sync::Arc;

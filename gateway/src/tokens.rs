@@ -1,7 +1,7 @@
 //! Issues transfer tokens: what a caller shows to nodes so that they open their doors to one instance's bytes.
 //!
 //! The signature is the transfer crate's; the key comes from the cluster's bucket. A token's time is the wall clock's, with much
-//! slack: whether bytes read under it count is decided by the lease in the log. See ARCHITECTURE.md, Transfer tokens.
+//! slack: whether bytes read under it count is decided by the lease in the log. See ARCHITECTURE.md, Guards and fences.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

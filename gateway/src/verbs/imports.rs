@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use ballast_schemas::{
     AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, ClaimPhase, Command,
-    CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, InstanceId, ManifestRef, NodeEndpoint, NodeId,
-    Receipt, RenewImport, Reply, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest, TokenRight,
-    UpsertMode,
+    CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef, NodeEndpoint, NodeId, Receipt,
+    RenewImport, Reply, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest, TokenRight,
+    UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
+use futures::future::try_join_all;
 use serde_json::json;
 
 use super::{answer_with, checks, revisions, unexpected};
@@ -74,15 +75,21 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
             &context.promises,
         )
     };
-    let chosen = match choose() {
-        // Nodes fall silent together when the server restarts, and memory that was freed shows with the next status.
-        Err(no_place) if no_place.may_pass => {
-            let later = context.directory.wait_for(NODE_PATIENCE, |_| choose().ok()).await;
-            later.map_or_else(choose, Ok)
-        }
-        chosen => chosen,
+    let no_place = match choose() {
+        Ok(node) => return Ok(vec![node]),
+        Err(no_place) => no_place,
     };
-    chosen.map(|node| vec![node]).map_err(|no_place| no_place.error)
+    // Before a lack of room is the answer, this gateway must know what all others have answered.
+    context.barrier().await?;
+    if let Some(placement) = context.replica.read(|state| standing_placement(state, identity)) {
+        return Ok(placement);
+    }
+    if !no_place.may_pass {
+        return Err(no_place.error);
+    }
+    // Nodes fall silent together when the server restarts, and memory that was freed shows with the next status.
+    let later = context.directory.wait_for(NODE_PATIENCE, |_| choose().ok()).await;
+    later.map_or_else(choose, Ok).map(|node| vec![node]).map_err(|no_place| no_place.error)
 }
 
 /// Nodes for an import that finds its own session, or that the fold refuses as the state is now: because of what stands there,
@@ -140,42 +147,61 @@ pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, Bal
     let request = call.read::<CommitImportRequest>()?;
     let CommitImportRequest { identity, session_id, manifest_sha256 } = request.body;
     call.check_tenant(&identity)?;
-    let look = |state: &State| (state.revision(&identity).cloned(), state.import(&identity).cloned());
-    let (log_seq, (record, session)) = context.read(&request.options, look).await?;
-    let record = record.ok_or_else(|| revisions::not_found(&identity))?;
-    if let Some(manifest) = &record.manifest {
-        // Committed before: a repeat hears the result again.
-        return match manifest.sha256 == manifest_sha256 && record.availability == Availability::Ready {
-            true => Answer::new(log_seq, &RevisionReply { revision: record }),
-            false => Err(committed_otherwise(&identity, record.availability, manifest.sha256, manifest_sha256)),
-        };
-    }
-    match session {
-        Some(session) if session.session_id == session_id => {}
-        Some(session) => {
-            let message =
-                format!("revision {identity} is being imported by session {}, not by {session_id}", session.session_id);
-            return Err(BallastError::new(ErrorCode::Conflict, message));
+    let looked =
+        context.decide(&request.options, |state| before_commit(state, &identity, &session_id, manifest_sha256)).await?;
+    let session = match looked {
+        BeforeCommit::Committed { log_seq, revision } => {
+            return Answer::new(log_seq, &RevisionReply { revision: *revision });
         }
-        None => {
-            let message = format!(
-                "the import session of revision {identity} has ended ({}); begin a new import",
-                record.availability
-            );
-            return Err(BallastError::new(ErrorCode::LeaseExpired, message));
-        }
-    }
-    let mut receipts = Vec::with_capacity(record.placement.len());
-    for node in &record.placement {
-        let receipt = context.nodes.receipt(node, &record.instance, &session_id).await?;
-        check_receipt(&receipt, node, &record.instance, &session_id, &identity, manifest_sha256)?;
-        receipts.push(receipt);
-    }
+        BeforeCommit::Open(session) => session,
+    };
+    let asked = session.placement.iter().map(async |node| {
+        let receipt = context.nodes.receipt(node, &session.instance, &session_id).await?;
+        check_receipt(&receipt, node, &session, manifest_sha256)?;
+        Ok::<Receipt, BallastError>(receipt)
+    });
+    let receipts = try_join_all(asked).await?;
     let manifest = agreed(&receipts)?;
     let command = CommitImport { identity, session_id, manifest, receipts };
     // The receipts may differ between repeats (a node restarted), so the caller's request id would only be in the way.
     let (position, reply) = context.submit_afresh(Command::CommitImport(command)).await?;
     answer_with(position, reply)
+}
+
+/// What a commit finds.
+enum BeforeCommit {
+    /// A repeat: the result is there.
+    Committed { log_seq: u64, revision: Box<WeightRevisionMetadata> },
+    /// The caller's session.
+    Open(Box<ImportSession>),
+}
+
+fn before_commit(
+    state: &State,
+    identity: &RevisionIdentity,
+    session_id: &SessionId,
+    sha256: Digest,
+) -> Result<BeforeCommit, BallastError> {
+    let record = state.revision(identity).ok_or_else(|| revisions::not_found(identity))?;
+    if let Some(manifest) = &record.manifest {
+        return match manifest.sha256 == sha256 && record.availability == Availability::Ready {
+            true => Ok(BeforeCommit::Committed { log_seq: state.log_seq(), revision: Box::new(record.clone()) }),
+            false => Err(committed_otherwise(identity, record.availability, manifest.sha256, sha256)),
+        };
+    }
+    match state.import(identity) {
+        Some(session) if session.session_id == *session_id => Ok(BeforeCommit::Open(Box::new(session.clone()))),
+        Some(session) => {
+            let open = &session.session_id;
+            let message = format!("revision {identity} is being imported by session {open}, not by {session_id}");
+            Err(BallastError::new(ErrorCode::Conflict, message))
+        }
+        None => {
+            let ended = record.availability;
+            let message = format!("the import session of revision {identity} has ended ({ended}); begin a new import");
+            Err(BallastError::new(ErrorCode::LeaseExpired, message))
+        }
+    }
 }
 
 fn committed_otherwise(
@@ -200,11 +226,10 @@ fn committed_otherwise(
 fn check_receipt(
     receipt: &Receipt,
     node: &NodeId,
-    instance: &InstanceId,
-    session_id: &SessionId,
-    identity: &RevisionIdentity,
+    session: &ImportSession,
     sha256: Digest,
 ) -> Result<(), BallastError> {
+    let ImportSession { session_id, identity, instance, .. } = session;
     let wrong = |what: &str, expected: &dyn std::fmt::Display, found: &dyn std::fmt::Display| {
         let message =
             format!("the receipt of node {node} names {what} {found}, expected {expected}: seal the import again");

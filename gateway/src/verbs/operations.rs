@@ -39,8 +39,7 @@ pub(super) async fn list(context: &Context, call: &Call) -> Result<Answer, Balla
 pub(super) async fn steer(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<OperationRequest>()?;
     let id = request.body.operation_id;
-    let (_, found) = context.read(&request.options, |state| state.operation(&id).cloned()).await?;
-    own(call, &id, found)?;
+    context.decide(&request.options, |state| own(call, &id, state.operation(&id).cloned())).await?;
     let command = match call.verb {
         "cancel_operation" => Command::CancelOperation(id),
         "pause_operation" => Command::PauseOperation(id),

@@ -1,7 +1,7 @@
 //! The asking side of control requests to nodes: one request, progress while the node works, one end.
 //!
 //! A node that says nothing for five seconds is taken for dead; the request may have been carried out all the same, so what is
-//! asked must be safe to ask again (every effect carries its fence and skips what is done). See ARCHITECTURE.md, Nodes.
+//! asked must be safe to ask again (every effect carries its fence and skips what is done). See ARCHITECTURE.md, Guards and fences.
 
 use std::time::Duration;
 

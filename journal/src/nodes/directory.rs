@@ -1,7 +1,7 @@
 //! The directory: nodes that were heard of lately, and the last inventory of each (node, group).
 //!
 //! It is a view of what nodes say, never an authority: a node answers for itself when asked, and the log decides what an
-//! instance is worth. See ARCHITECTURE.md, The three authorities.
+//! instance is worth. See ARCHITECTURE.md, Three authorities.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -4,7 +4,7 @@
 //! - `control.rs`: the asking side of a control request; `listener.rs`: the node's side;
 //! - `parts.rs`: replies that are larger than one NATS message.
 //!
-//! Not here: what a node does about a request (workers), payload bytes (transfer). See ARCHITECTURE.md, Nodes.
+//! Not here: what a node does about a request (workers), payload bytes (transfer). See ARCHITECTURE.md, Three authorities.
 
 mod control;
 mod directory;
