@@ -222,6 +222,3 @@ fn runs(mut units: Vec<u32>) -> Vec<UnitRange> {
     }
     runs
 }
-
-#[cfg(test)]
-mod tests;
