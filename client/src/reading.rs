@@ -21,6 +21,8 @@ use crate::nodes::{Transport, connect};
 /// How long reads go on without any progress, over every replica, before they fail.
 const RETRY_PATIENCE: Duration = Duration::from_secs(30);
 const RETRY_EVERY: Duration = Duration::from_millis(250);
+/// How long a unit is looked for that no node has although all of them answer: copies are made before others go.
+const LOST_PATIENCE: Duration = Duration::from_secs(3);
 /// Rounds in which every replica of a unit was wrong, before it is believed.
 const WRONG_ROUNDS_MAX: u32 = 2;
 /// Names listed in one error's sentence, and in its details.
@@ -246,6 +248,8 @@ pub(crate) struct Rounds {
     deadline: Instant,
     is_progress: bool,
     last_unreachable: Option<BallastError>,
+    /// Since when some unit is on none of the nodes, all of which answer.
+    lost_since: Option<Instant>,
     pub(crate) hot_bytes: u64,
     pub(crate) cold_bytes: u64,
     pub(crate) transport: Option<Transport>,
@@ -260,6 +264,7 @@ impl Rounds {
             deadline: Instant::now() + RETRY_PATIENCE,
             is_progress: false,
             last_unreachable: None,
+            lost_since: None,
             hot_bytes: 0,
             cold_bytes: 0,
             transport: None,
@@ -273,6 +278,13 @@ impl Rounds {
     /// The holders of this round, and which of the wanted units each gives: from memory where some node has it there.
     pub(crate) async fn shares(&mut self, reading: &Reading) -> Vec<(Holder, Vec<u32>)> {
         let (holders, last) = reading.holders().await;
+        let all_answer = last.is_none() && !holders.is_empty();
+        let is_lost = |unit: &u32| !holders.iter().any(|holder| holder.has(*unit));
+        if all_answer && self.pending.keys().any(is_lost) {
+            self.lost_since.get_or_insert_with(Instant::now);
+        } else {
+            self.lost_since = None;
+        }
         self.last_unreachable = last.or(self.last_unreachable.take());
         let mut shares: Vec<(Holder, Vec<u32>)> = holders.into_iter().map(|holder| (holder, Vec::new())).collect();
         let turns = self.pending.values().map(|(_, wrong)| *wrong as usize).collect::<Vec<_>>();
@@ -338,7 +350,8 @@ impl Rounds {
             .pending
             .values()
             .any(|(last, wrong)| *wrong >= rounds_max || last.as_ref().is_some_and(|error| !may_pass(error)));
-        if hopeless || Instant::now() + RETRY_EVERY >= self.deadline || reading.lease.lapsed() {
+        let lost = self.lost_since.is_some_and(|since| since.elapsed() >= LOST_PATIENCE);
+        if hopeless || lost || Instant::now() + RETRY_EVERY >= self.deadline || reading.lease.lapsed() {
             return Err(self.unread(reading));
         }
         tokio::time::sleep(RETRY_EVERY).await;
@@ -355,9 +368,9 @@ impl Rounds {
         };
         let names: Vec<&str> = self.pending.keys().filter_map(name).collect();
         let last = self.pending.values().find_map(|(error, _)| error.clone());
-        let last = last
-            .or_else(|| self.last_unreachable.clone())
-            .unwrap_or_else(|| BallastError::new(ErrorCode::Unavailable, "no node holds them".to_owned()));
+        let last = last.or_else(|| self.last_unreachable.clone()).unwrap_or_else(|| {
+            BallastError::new(ErrorCode::Unavailable, "no node has a readable copy; the revision needs repair")
+        });
         let shown = names[..names.len().min(NAMES_SHOWN)].join(", ");
         let more = if names.len() > NAMES_SHOWN { ", …" } else { "" };
         let message = format!(

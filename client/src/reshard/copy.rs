@@ -1,0 +1,256 @@
+//! Strided copies between memory: the whole of a region, a stretch of its rows, or what falls into a window of its source
+//! (an answer that arrives piece by piece). Short runs have loops of their own, whose copy is a few moves and no call.
+
+use super::error::CopyError;
+use super::region::{Loop, Region, rows, source_span};
+
+/// Copies one region from its source fragment's bytes into its target fragment's.
+///
+/// # Errors
+/// When the region reaches outside one of them; nothing is copied then.
+pub fn copy_region(source: &[u8], target: &mut [u8], region: &Region) -> Result<(), CopyError> {
+    check_bounds("source", region.source_end(), source.len())?;
+    check_bounds("target", region.target_end(), target.len())?;
+    // SAFETY: every byte that the region reads and writes lies before the ends that were just compared, and a shared and
+    // a mutable slice do not overlap.
+    unsafe {
+        strided(
+            source.as_ptr().add(region.source_offset as usize),
+            target.as_mut_ptr().add(region.target_offset as usize),
+            region.inner_bytes,
+            &region.loops,
+        );
+    }
+    Ok(())
+}
+
+pub(super) fn check_bounds(side: &'static str, needed: u64, found: usize) -> Result<(), CopyError> {
+    if needed <= found as u64 { Ok(()) } else { Err(CopyError::Bounds { side, needed, found: found as u64 }) }
+}
+
+/// How one contiguous run is copied.
+trait Run: Copy {
+    /// # Safety
+    /// The run's bytes are readable at `source`, writable at `target`, and the two do not overlap.
+    unsafe fn copy(self, source: *const u8, target: *mut u8);
+}
+
+/// Exactly N bytes.
+#[derive(Clone, Copy)]
+struct Fixed<const N: usize>;
+
+impl<const N: usize> Run for Fixed<N> {
+    #[inline(always)]
+    unsafe fn copy(self, source: *const u8, target: *mut u8) {
+        // SAFETY: as the caller promises; arrays of bytes have no alignment.
+        unsafe { target.cast::<[u8; N]>().write(source.cast::<[u8; N]>().read()) }
+    }
+}
+
+/// N to 2 N bytes: the first N and the last N, which may overlap.
+#[derive(Clone, Copy)]
+struct Ends<const N: usize> {
+    last: usize,
+}
+
+impl<const N: usize> Run for Ends<N> {
+    #[inline(always)]
+    unsafe fn copy(self, source: *const u8, target: *mut u8) {
+        // SAFETY: as the caller promises; both ends lie inside the run. Both are read before either is written.
+        unsafe {
+            let first = source.cast::<[u8; N]>().read();
+            let last = source.add(self.last).cast::<[u8; N]>().read();
+            target.cast::<[u8; N]>().write(first);
+            target.add(self.last).cast::<[u8; N]>().write(last);
+        }
+    }
+}
+
+/// Any number of bytes.
+#[derive(Clone, Copy)]
+struct Any {
+    bytes: usize,
+}
+
+impl Run for Any {
+    #[inline(always)]
+    unsafe fn copy(self, source: *const u8, target: *mut u8) {
+        // SAFETY: as the caller promises.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, self.bytes) }
+    }
+}
+
+/// All iterations of all loops.
+///
+/// # Safety
+/// Every run that the loops reach is readable from `source` on and writable from `target` on, and the two do not overlap.
+pub(super) unsafe fn strided(source: *const u8, target: *mut u8, inner_bytes: u64, loops: &[Loop]) {
+    let one = Loop { count: 1, source_stride: 0, target_stride: 0 };
+    // SAFETY: as the caller promises.
+    unsafe {
+        match loops {
+            [] => blocks(source, target, inner_bytes, one, &[]),
+            [outer, rest @ ..] => blocks(source, target, inner_bytes, *outer, rest),
+        }
+    }
+}
+
+/// All iterations of `outer` around `rest`. Chooses how runs are copied, once for all of them.
+///
+/// # Safety
+/// As [`strided`].
+unsafe fn blocks(source: *const u8, target: *mut u8, inner_bytes: u64, outer: Loop, rest: &[Loop]) {
+    let bytes = inner_bytes as usize;
+    // SAFETY: as the caller promises, each run has `bytes` bytes.
+    unsafe {
+        match bytes {
+            0 => {}
+            1 => nest(Fixed::<1>, source, target, outer, rest),
+            2 => nest(Fixed::<2>, source, target, outer, rest),
+            3 => nest(Ends::<2> { last: 1 }, source, target, outer, rest),
+            4 => nest(Fixed::<4>, source, target, outer, rest),
+            5..8 => nest(Ends::<4> { last: bytes - 4 }, source, target, outer, rest),
+            8 => nest(Fixed::<8>, source, target, outer, rest),
+            9..16 => nest(Ends::<8> { last: bytes - 8 }, source, target, outer, rest),
+            16 => nest(Fixed::<16>, source, target, outer, rest),
+            17..32 => nest(Ends::<16> { last: bytes - 16 }, source, target, outer, rest),
+            32 => nest(Fixed::<32>, source, target, outer, rest),
+            33..64 => nest(Ends::<32> { last: bytes - 32 }, source, target, outer, rest),
+            64 => nest(Fixed::<64>, source, target, outer, rest),
+            65..128 => nest(Ends::<64> { last: bytes - 64 }, source, target, outer, rest),
+            128 => nest(Fixed::<128>, source, target, outer, rest),
+            _ => nest(Any { bytes }, source, target, outer, rest),
+        }
+    }
+}
+
+/// # Safety
+/// As [`strided`], for runs that `run` copies.
+unsafe fn nest<R: Run>(run: R, source: *const u8, target: *mut u8, outer: Loop, rest: &[Loop]) {
+    let (source_stride, target_stride) = (outer.source_stride as usize, outer.target_stride as usize);
+    // SAFETY: every iteration is one that the caller promises for.
+    unsafe {
+        match rest {
+            [] => {
+                for at in 0..outer.count as usize {
+                    run.copy(source.add(at * source_stride), target.add(at * target_stride));
+                }
+            }
+            [next, inner @ ..] => {
+                for at in 0..outer.count as usize {
+                    nest(run, source.add(at * source_stride), target.add(at * target_stride), *next, inner);
+                }
+            }
+        }
+    }
+}
+
+/// The rows from `from` to `to`, counted through all loops.
+///
+/// # Safety
+/// As [`strided`]; `to` is at most the number of rows.
+pub(super) unsafe fn strided_rows(source: *const u8, target: *mut u8, inner_bytes: u64, loops: &[Loop], from: u64, to: u64) {
+    if from >= to {
+        return;
+    }
+    // SAFETY: every iteration is one that the caller promises for.
+    unsafe {
+        let [outer, rest @ ..] = loops else { return strided(source, target, inner_bytes, &[]) };
+        let at = |index: u64| {
+            (source.add((index * outer.source_stride) as usize), target.add((index * outer.target_stride) as usize))
+        };
+        let width = rows(rest);
+        let (mut first, skipped) = (from / width, from % width);
+        let (last, left) = (to / width, to % width);
+        if first == last {
+            let (source, target) = at(first);
+            return strided_rows(source, target, inner_bytes, rest, skipped, left);
+        }
+        if skipped > 0 {
+            let (source, target) = at(first);
+            strided_rows(source, target, inner_bytes, rest, skipped, width);
+            first += 1;
+        }
+        if first < last {
+            let (source, target) = at(first);
+            blocks(source, target, inner_bytes, Loop { count: last - first, ..*outer }, rest);
+        }
+        if left > 0 {
+            let (source, target) = at(last);
+            strided_rows(source, target, inner_bytes, rest, 0, left);
+        }
+    }
+}
+
+/// A stretch of the bytes that a region reads from, counted from where its first run begins.
+pub(super) struct Window<'a> {
+    /// Where the stretch begins.
+    pub(super) start: u64,
+    /// Its bytes.
+    pub(super) bytes: &'a [u8],
+}
+
+impl Window<'_> {
+    fn end(&self) -> u64 {
+        self.start.saturating_add(self.bytes.len() as u64)
+    }
+
+    /// Copies what the loops read from this stretch; how many bytes that was.
+    ///
+    /// # Safety
+    /// Every run that the loops reach is writable from `target` on, and runs lie in the source in the order in which the
+    /// loops reach them, without overlap.
+    pub(super) unsafe fn copy(&self, target: *mut u8, inner_bytes: u64, loops: &[Loop]) -> u64 {
+        // SAFETY: as the caller promises.
+        unsafe { self.clip(0, target, inner_bytes, loops) }
+    }
+
+    /// `base`: where the first run of these loops begins.
+    ///
+    /// # Safety
+    /// As [`Window::copy`].
+    unsafe fn clip(&self, base: u64, target: *mut u8, inner_bytes: u64, loops: &[Loop]) -> u64 {
+        let (from, to) = (self.start, self.end());
+        let [outer, rest @ ..] = loops else {
+            let (first, last) = (base.max(from), (base + inner_bytes).min(to));
+            if first >= last {
+                return 0;
+            }
+            // SAFETY: the bytes lie in the window and in the run that the caller promises for.
+            unsafe {
+                let source = self.bytes.as_ptr().add((first - from) as usize);
+                std::ptr::copy_nonoverlapping(source, target.add((first - base) as usize), (last - first) as usize);
+            }
+            return last - first;
+        };
+        let (span, stride) = (source_span(inner_bytes, rest), outer.source_stride);
+        // Iterations that reach into the window, and those that lie in it whole.
+        let first = if from < base + span { 0 } else { (from - base - span) / stride + 1 };
+        let last = if to <= base { 0 } else { ((to - base - 1) / stride + 1).min(outer.count) };
+        let whole_first = from.saturating_sub(base).div_ceil(stride).max(first);
+        let whole_last = if to < base + span { 0 } else { ((to - base - span) / stride + 1).min(outer.count) };
+        let mut copied = 0;
+        let mut edge = |range: std::ops::Range<u64>| {
+            for index in range {
+                // SAFETY: an iteration that the caller promises for.
+                unsafe {
+                    let target = target.add((index * outer.target_stride) as usize);
+                    copied += self.clip(base + index * stride, target, inner_bytes, rest);
+                }
+            }
+        };
+        if whole_first >= whole_last {
+            edge(first..last);
+            return copied;
+        }
+        edge(first..whole_first);
+        edge(whole_last..last);
+        let middle = Loop { count: whole_last - whole_first, ..*outer };
+        // SAFETY: these iterations read from inside the window and write where the caller promises.
+        unsafe {
+            let source = self.bytes.as_ptr().add((base + whole_first * stride - from) as usize);
+            blocks(source, target.add((whole_first * outer.target_stride) as usize), inner_bytes, middle, rest);
+        }
+        copied + middle.count * rows(rest) * inner_bytes
+    }
+}

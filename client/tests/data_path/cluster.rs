@@ -1,0 +1,318 @@
+//! A NATS server, a node's real store and data plane, and a gateway that plays a part: it keeps one revision in a record
+//! and answers as it was told, so that every answer a client may get can be had.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
+use ballast_journal::{EmbeddedServer, ServerOptions};
+use ballast_schemas::{
+    AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
+    CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId,
+    Residency, RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims,
+    TokenRight, UnitEffect, UnitRange, WeightRevisionMetadata,
+};
+use ballast_transfer::{
+    ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
+    Progress, TokenGate, TokenKey, host_id,
+};
+use futures::StreamExt;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Far beyond what anything here takes; a test that reaches it has failed.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the gateway has heard and knows.
+#[derive(Default)]
+pub struct Desk {
+    /// Calls of each verb.
+    pub calls: BTreeMap<String, u32>,
+    /// Request ids, in the order of the calls.
+    pub request_ids: Vec<String>,
+    /// What the next calls of a verb are answered with, first come first served, instead of what is right.
+    pub refusals: BTreeMap<String, Vec<BallastError>>,
+    /// Whether leases turn out to have lapsed.
+    pub lapsed: bool,
+    pub record: Option<WeightRevisionMetadata>,
+    pub session: Option<SessionId>,
+    pub leases: Vec<String>,
+    pub positions: u64,
+}
+
+pub struct Cluster {
+    pub desk: Arc<Mutex<Desk>>,
+    pub node: Arc<NodeStore>,
+    pub server: EmbeddedServer,
+    pub scratch: TempDir,
+    _memory: TempDir,
+}
+
+pub fn identity(generation: u64) -> RevisionIdentity {
+    RevisionIdentity::new("default", "default", "m", "main", generation).unwrap()
+}
+
+impl Cluster {
+    pub async fn start() -> Self {
+        let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        // The error says what to run when there is no nats-server.
+        let server = EmbeddedServer::start(ServerOptions::new(scratch.path().join("nats"))).await;
+        let server = server.unwrap_or_else(|error| panic!("{error}"));
+        let node = open_node(memory.path(), &scratch.path().join("cold"));
+        let key = TokenKey::new(&[7; 32]).unwrap();
+        let gate = TokenGate::closed();
+        gate.set(key.clone());
+        let options = DataPlaneOptions {
+            unix_socket: Some(memory.path().join("node.sock")),
+            tcp: Some("127.0.0.1:0".parse().unwrap()),
+            ..DataPlaneOptions::default()
+        };
+        let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
+        let endpoint = NodeEndpoint {
+            node: node.node().clone(),
+            host_id: host_id().unwrap(),
+            unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
+            tcp: plane.tcp_address().map(|address| address.to_string()),
+        };
+        tokio::spawn(plane.run(std::future::pending()));
+        let desk = Arc::new(Mutex::new(Desk::default()));
+        let answering = Answering { desk: desk.clone(), node: node.clone(), endpoint, key };
+        let nats = async_nats::connect(server.url()).await.unwrap();
+        let mut calls = nats.subscribe("ballast.v1.>").await.unwrap();
+        nats.flush().await.unwrap();
+        tokio::spawn(async move {
+            while let Some(call) = calls.next().await {
+                let verb = call.subject.rsplit('.').next().unwrap().to_owned();
+                let body = match answering.answer(&verb, &call.payload) {
+                    Ok(mut body) => {
+                        body["log_seq"] = 5.into();
+                        body
+                    }
+                    Err(error) => error.to_body(),
+                };
+                if let Some(reply) = call.reply {
+                    nats.publish(reply, body.to_string().into()).await.unwrap();
+                }
+            }
+        });
+        Self { desk, node, server, scratch, _memory: memory }
+    }
+
+    pub async fn gateway(&self, route: Route) -> Gateway {
+        let options = ConnectOptions { route, ..ConnectOptions::new(self.server.url()) };
+        Gateway::connect(&options).await.unwrap()
+    }
+
+    pub async fn store(&self, route: Route) -> WeightStore {
+        WeightStore::new(self.gateway(route).await)
+    }
+
+    pub fn calls(&self, verb: &str) -> u32 {
+        self.desk.lock().unwrap().calls.get(verb).copied().unwrap_or(0)
+    }
+
+    /// The next calls of `verb` are refused.
+    pub fn refuse(&self, verb: &str, code: ErrorCode, details: Value, times: usize) {
+        let error = BallastError::new(code, "told to refuse").with_details(details);
+        self.desk.lock().unwrap().refusals.entry(verb.to_owned()).or_default().extend(vec![error; times]);
+    }
+
+    pub fn instance(&self) -> InstanceId {
+        self.desk.lock().unwrap().record.as_ref().unwrap().instance.clone()
+    }
+
+    /// Moves units of the revision to disk, out of memory.
+    pub fn make_cold(&self, units: std::ops::Range<u32>) {
+        let mut desk = self.desk.lock().unwrap();
+        desk.positions += 1;
+        let fence = LogPosition { seq: desk.positions, index: 0 };
+        drop(desk);
+        let effect = || UnitEffect {
+            instance: self.instance(),
+            fence,
+            units: vec![UnitRange { start: units.start, end: units.end }],
+        };
+        self.node.copy_to_cold(&effect(), &Progress::default()).unwrap();
+        self.node.release_memory(&effect(), PATIENCE, &Progress::default()).unwrap();
+    }
+
+    /// Files of the cold tier that are not empty.
+    pub fn cold_files(&self) -> Vec<std::path::PathBuf> {
+        fn visit(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    visit(&path, found);
+                } else if std::fs::metadata(&path).unwrap().len() > 0 {
+                    found.push(path);
+                }
+            }
+        }
+        let mut found = Vec::new();
+        visit(&self.scratch.path().join("cold"), &mut found);
+        found
+    }
+}
+
+fn open_node(memory: &Path, cold: &Path) -> Arc<NodeStore> {
+    std::fs::create_dir_all(cold).unwrap();
+    let options = NodeStoreOptions {
+        node: NodeId::new("node-1").unwrap(),
+        memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
+        cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
+    };
+    NodeStore::open(&options).unwrap()
+}
+
+struct Answering {
+    desk: Arc<Mutex<Desk>>,
+    node: Arc<NodeStore>,
+    endpoint: NodeEndpoint,
+    key: TokenKey,
+}
+
+fn read<T: serde::de::DeserializeOwned>(body: &Value) -> T {
+    serde_json::from_value(body.clone()).unwrap()
+}
+
+fn written(reply: &impl serde::Serialize) -> Result<Value, BallastError> {
+    Ok(serde_json::to_value(reply).unwrap())
+}
+
+impl Answering {
+    fn answer(&self, verb: &str, payload: &[u8]) -> Result<Value, BallastError> {
+        let mut body: Value = serde_json::from_slice(payload).unwrap();
+        let options = body.as_object_mut().unwrap().remove("options").unwrap();
+        let mut desk = self.desk.lock().unwrap();
+        *desk.calls.entry(verb.to_owned()).or_default() += 1;
+        if let Some(id) = options["request_id"].as_str() {
+            desk.request_ids.push(id.to_owned());
+        }
+        if let Some(refusals) = desk.refusals.get_mut(verb).filter(|refusals| !refusals.is_empty()) {
+            return Err(refusals.remove(0));
+        }
+        match verb {
+            "begin_import" => self.begin(&mut desk, read(&body)),
+            "renew_import" => {
+                let request: SessionRequest = read(&body);
+                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance);
+                written(&SessionReply { session })
+            }
+            "abort_import" => {
+                desk.session = None;
+                let mut record = record(&desk)?;
+                record.availability = Availability::Deleted;
+                desk.record = Some(record.clone());
+                written(&RevisionReply { revision: record })
+            }
+            "commit_import" => self.commit(&mut desk, read(&body)),
+            "get_metadata" => {
+                let metadata = record(&desk)?;
+                written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
+            }
+            "acquire_lease" => self.lease(&mut desk, read(&body)),
+            "renew_lease" => Err(BallastError::new(ErrorCode::NotReady, "the revision is retired")),
+            "release_lease" => {
+                desk.leases.retain(|lease| *lease != body["lease_id"]);
+                Ok(json!({"lapsed": desk.lapsed}))
+            }
+            other => panic!("nobody should call {other}"),
+        }
+    }
+
+    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
+        let claims =
+            TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), expires_unix_ms: u64::MAX };
+        self.key.sign(&claims)
+    }
+
+    fn begin(&self, desk: &mut Desk, request: BeginImportRequest) -> Result<Value, BallastError> {
+        if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
+            let message = format!("revision exists ({})", record.availability);
+            return Err(BallastError::new(ErrorCode::Conflict, message));
+        }
+        desk.positions += 1;
+        let group_id = request.identity.group_id();
+        let instance = InstanceId { group_id, position: LogPosition { seq: desk.positions, index: 0 } };
+        desk.session = Some(request.session_id.clone());
+        desk.record = Some(WeightRevisionMetadata {
+            identity: request.identity.clone(),
+            instance: instance.clone(),
+            manifest: None,
+            availability: Availability::Importing,
+            residency: Residency::Unknown,
+            observed_hot_ppm: 0,
+            policy: request.policy.unwrap_or_default(),
+            operation_id: None,
+            retired: false,
+            metadata_generation: 1,
+            placement: vec![self.endpoint.node.clone()],
+            created_unix_ms: 0,
+            updated_unix_ms: 0,
+            last_accessed_unix_ms: 0,
+        });
+        written(&BeginImportReply {
+            session: session(&request.identity, &request.session_id, &instance),
+            endpoints: vec![self.endpoint.clone()],
+            token: self.token(&instance, TokenRight::Import, request.session_id.as_str()),
+        })
+    }
+
+    fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
+        let mut record = record(desk)?;
+        let receipt = self.node.receipt(&record.instance, &request.session_id).map_err(|error| error.to_error())?;
+        assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
+        record.manifest = Some(receipt.manifest);
+        record.availability = Availability::Ready;
+        desk.session = None;
+        desk.record = Some(record.clone());
+        written(&RevisionReply { revision: record })
+    }
+
+    fn lease(&self, desk: &mut Desk, request: AcquireLeaseRequest) -> Result<Value, BallastError> {
+        let revision = record(desk)?;
+        let lease_id = request.lease_id.as_str().to_owned();
+        if !desk.leases.contains(&lease_id) {
+            desk.leases.push(lease_id.clone());
+        }
+        let instance = revision.instance.clone();
+        let lease = LeaseGrant {
+            lease_id: request.lease_id,
+            holder: request.holder,
+            identity: request.identity,
+            instance: instance.clone(),
+            ttl_ms: request.ttl_ms,
+            expires_at: LogTime(request.ttl_ms),
+        };
+        let token = self.token(&instance, TokenRight::Read, &lease_id);
+        written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
+    }
+}
+
+fn record(desk: &Desk) -> Result<WeightRevisionMetadata, BallastError> {
+    desk.record.clone().ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))
+}
+
+fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId) -> ImportSession {
+    ImportSession {
+        session_id: session_id.clone(),
+        identity: identity.clone(),
+        instance: instance.clone(),
+        placement: vec![],
+        placement_digest: ballast_schemas::Digest::of(b""),
+        ttl_ms: 15_000,
+        expires_at: LogTime(15_000),
+    }
+}
+
+/// Asks until the answer is yes.
+pub async fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(std::time::Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
