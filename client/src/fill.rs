@@ -1,6 +1,6 @@
 //! Reading tensors straight into buffers that belong to the caller: one copy on the same host, none of our own over TCP.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use ballast_schemas::BallastError;
@@ -151,13 +151,12 @@ impl Filling<'_> {
                 bytes += size;
                 wanted.next();
             }
-            let mut first: BTreeMap<u32, &mut [u8]> = buffers
-                .iter_mut()
-                .filter(|(unit, _)| batch.iter().any(|range| range.unit == **unit))
-                .filter_map(|(unit, all)| all.first_mut().map(|buffer| (*unit, &mut **buffer)))
-                .collect();
-            batch.sort_by_key(|range| range.unit);
-            let mut slices: Vec<&mut [u8]> = first.values_mut().map(|buffer| &mut **buffer).collect();
+            // The units ascend, as the buffers do, so that the batch is a stretch of both.
+            let stretch = batch.first().map_or(0, |range| range.unit)..=batch.last().map_or(0, |range| range.unit);
+            let wanted_now: HashSet<u32> = batch.iter().map(|range| range.unit).collect();
+            let of_batch = buffers.range_mut(stretch).filter(|(unit, _)| wanted_now.contains(unit));
+            let mut slices: Vec<&mut [u8]> =
+                of_batch.filter_map(|(_, all)| all.first_mut().map(|buffer| &mut **buffer)).collect();
             if let Err(error) = read_ranges_side_by_side(&mut connections, &batch, &mut slices).await {
                 let error = BallastError::from(error);
                 let left = batch.iter().map(|range| range.unit).chain(wanted);

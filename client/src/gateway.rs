@@ -16,6 +16,8 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use uuid::Uuid;
 
+use crate::progress::Progress;
+
 /// Verbs that change nothing: they may be answered from any state that is recent enough.
 const QUERIES: &[&str] =
     &["is_exist", "get_metadata", "get_size", "list", "get_upsert", "get_operation", "list_operations", "status"];
@@ -41,6 +43,8 @@ pub struct ConnectOptions {
     pub request_deadline: Duration,
     /// Which way to nodes: the Unix socket of the same host where there is one, by default.
     pub route: Route,
+    /// Told, as something that is waited for, why a request is being sent again.
+    pub waiting: Progress,
 }
 
 impl ConnectOptions {
@@ -53,6 +57,7 @@ impl ConnectOptions {
             connect_patience: Duration::from_secs(5),
             request_deadline: Duration::from_secs(30),
             route: Route::Best,
+            waiting: Progress::none(),
         }
     }
 }
@@ -71,6 +76,7 @@ struct Shared {
     tenant: TenantId,
     request_deadline: Duration,
     route: Route,
+    waiting: Progress,
     /// Releases and aborts that go on behind their caller's back.
     background: watch::Sender<usize>,
     /// The highest log sequence that an answer reflected: later queries see at least that.
@@ -113,6 +119,7 @@ impl Gateway {
                 tenant: options.tenant.clone(),
                 request_deadline: options.request_deadline,
                 route: options.route,
+                waiting: options.waiting.clone(),
                 background: watch::Sender::new(0),
                 seen_seq: AtomicU64::new(0),
             }),
@@ -198,6 +205,7 @@ impl Gateway {
                 return Err(error);
             }
             tracing::debug!(verb, %error, "asking again");
+            self.shared.waiting.waiting(error.message);
             tokio::time::sleep(back_off).await;
             back_off = (back_off * 2).min(BACK_OFF_MAX);
         }

@@ -15,6 +15,7 @@ mod open;
 mod progress;
 mod put;
 mod reading;
+pub mod reshard;
 pub mod safetensors;
 mod session;
 mod source;

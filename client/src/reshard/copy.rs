@@ -149,7 +149,14 @@ unsafe fn nest<R: Run>(run: R, source: *const u8, target: *mut u8, outer: Loop, 
 ///
 /// # Safety
 /// As [`strided`]; `to` is at most the number of rows.
-pub(super) unsafe fn strided_rows(source: *const u8, target: *mut u8, inner_bytes: u64, loops: &[Loop], from: u64, to: u64) {
+pub(super) unsafe fn strided_rows(
+    source: *const u8,
+    target: *mut u8,
+    inner_bytes: u64,
+    loops: &[Loop],
+    from: u64,
+    to: u64,
+) {
     if from >= to {
         return;
     }

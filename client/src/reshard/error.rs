@@ -29,7 +29,9 @@ pub enum PlanError {
         tensor: String,
     },
     /// The two can not be copied byte for byte.
-    #[error("tensor {tensor:?}: the target has {field} {found}, the source {expected}; bytes are copied, never converted")]
+    #[error(
+        "tensor {tensor:?}: the target has {field} {found}, the source {expected}; bytes are copied, never converted"
+    )]
     Incompatible {
         /// The tensor.
         tensor: String,
@@ -67,7 +69,9 @@ pub enum PlanError {
         participant: String,
     },
     /// Too much to plan at once.
-    #[error("tensor {tensor:?} brings the plan above {limit} {what}; plan for one participant, or cut tensors less finely")]
+    #[error(
+        "tensor {tensor:?} brings the plan above {limit} {what}; plan for one participant, or cut tensors less finely"
+    )]
     TooMany {
         /// The tensor at which it became too much.
         tensor: String,
@@ -131,7 +135,9 @@ pub enum TargetError {
         tensor: String,
     },
     /// Two buffers share bytes and their tensors are no declared aliases.
-    #[error("the buffers of tensors {tensor:?} and {other:?} share bytes; only declared aliases may, and then all of them")]
+    #[error(
+        "the buffers of tensors {tensor:?} and {other:?} share bytes; only declared aliases may, and then all of them"
+    )]
     Overlap {
         /// One tensor.
         tensor: String,
@@ -172,7 +178,9 @@ pub enum CopyError {
         found: u64,
     },
     /// Buffers of another plan.
-    #[error("the buffers were made for another plan: fragment {target} of tensor {tensor:?} has {found} bytes, expected {expected}")]
+    #[error(
+        "the buffers were made for another plan: fragment {target} of tensor {tensor:?} has {found} bytes, expected {expected}"
+    )]
     Targets {
         /// The tensor.
         tensor: String,
@@ -205,7 +213,9 @@ pub enum CopyError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LowerError {
     /// One region would take too many segments.
-    #[error("tensor {tensor:?}: a region needs {segments} segments, at most {limit} are allowed; read it from mapped memory")]
+    #[error(
+        "tensor {tensor:?}: a region needs {segments} segments, at most {limit} are allowed; read it from mapped memory"
+    )]
     Segments {
         /// The tensor.
         tensor: String,
@@ -215,7 +225,9 @@ pub enum LowerError {
         limit: u64,
     },
     /// All regions together would take too many segments.
-    #[error("tensor {tensor:?} brings the reads above {limit} segments; read it from mapped memory, or fewer tensors at once")]
+    #[error(
+        "tensor {tensor:?} brings the reads above {limit} segments; read it from mapped memory, or fewer tensors at once"
+    )]
     TotalSegments {
         /// The tensor at which it became too much.
         tensor: String,

@@ -72,9 +72,8 @@ pub fn copy_mapped<'s>(
         }
         sources.push(bytes);
     }
-    let pieces = cut(plan, |region| {
-        sources[region.source as usize].is_some() && targets.address(region.target).is_some()
-    });
+    let pieces =
+        cut(plan, |region| sources[region.source as usize].is_some() && targets.address(region.target).is_some());
     let threads = match options.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from).min(8),
         threads => threads,
@@ -171,7 +170,8 @@ impl Job<'_> {
     }
 
     fn copy(&self, region: &Region, part: Option<Range<u64>>) -> Result<u64, CopyError> {
-        let (Some(source), Some(target)) = (self.sources[region.source as usize], self.targets.address(region.target)) else {
+        let (Some(source), Some(target)) = (self.sources[region.source as usize], self.targets.address(region.target))
+        else {
             return Ok(0);
         };
         check_bounds("source", region.source_end(), source.len())?;

@@ -56,7 +56,8 @@ impl IntervalIndex {
             return 0;
         }
         let middle = from.midpoint(to);
-        let furthest = self.set_furthest(from, middle).max(self.set_furthest(middle + 1, to)).max(self.nodes[middle].end);
+        let furthest =
+            self.set_furthest(from, middle).max(self.set_furthest(middle + 1, to)).max(self.nodes[middle].end);
         self.nodes[middle].furthest = furthest;
         furthest
     }

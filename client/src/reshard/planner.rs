@@ -65,10 +65,12 @@ impl Plan {
         let expected = plan(source, target, &limits)?;
         let differs = |region: usize| {
             let at = expected.regions.get(region).or(self.regions.get(region));
-            let tensor = at.and_then(|at| expected.tensors.get(at.tensor as usize)).map(|tensor| tensor.tensor_id.clone());
+            let tensor =
+                at.and_then(|at| expected.tensors.get(at.tensor as usize)).map(|tensor| tensor.tensor_id.clone());
             Err(PlanError::NotCanonical { tensor: tensor.unwrap_or_default(), region })
         };
-        if let Some(region) = self.regions.iter().zip(&expected.regions).position(|(found, expected)| found != expected) {
+        if let Some(region) = self.regions.iter().zip(&expected.regions).position(|(found, expected)| found != expected)
+        {
             return differs(region);
         }
         if *self != expected {
@@ -197,9 +199,11 @@ impl<'a> TargetView<'a> {
                 let places = placement.fragment_places(tensor_place).iter().filter(wanted);
                 found.extend(places.filter_map(|place| placement.fragment(*place).map(|own| (*place, own))));
             }
-            Self::Part(part) => found.extend(part.fragment_places(tensor_place).iter().map(|place| {
-                (FragmentPlace { part: 0, fragment: *place }, &part.fragments()[*place as usize])
-            })),
+            Self::Part(part) => found.extend(
+                part.fragment_places(tensor_place)
+                    .iter()
+                    .map(|place| (FragmentPlace { part: 0, fragment: *place }, &part.fragments()[*place as usize])),
+            ),
         }
     }
 }
@@ -305,8 +309,7 @@ impl<'a> Planner<'a, '_> {
         work.used.resize(work.sources.len(), None);
         let sources = &work.sources;
         work.index.build(sources.len(), |at| sources[at].1);
-        let too_many =
-            |what, limit| PlanError::TooMany { tensor: tensor.tensor_id.clone(), what, limit };
+        let too_many = |what, limit| PlanError::TooMany { tensor: tensor.tensor_id.clone(), what, limit };
         for &(place, wanted) in &work.targets {
             let target = self.plan.targets.len() as u32;
             let tied_to = match wanted.aliases.is_empty() {

@@ -119,7 +119,8 @@ impl Region {
     /// One past the last byte that is written, inside the target fragment.
     #[must_use]
     pub fn target_end(&self) -> u64 {
-        let step = |end: u64, next: &Loop| end.saturating_add(next.count.saturating_sub(1).saturating_mul(next.target_stride));
+        let step =
+            |end: u64, next: &Loop| end.saturating_add(next.count.saturating_sub(1).saturating_mul(next.target_stride));
         self.loops.iter().fold(self.target_offset.saturating_add(self.inner_bytes), step)
     }
 }
@@ -133,7 +134,8 @@ pub(super) fn rows(loops: &[Loop]) -> u64 {
 
 /// Bytes from the first that is read to the last, holes included.
 pub(super) fn source_span(inner_bytes: u64, loops: &[Loop]) -> u64 {
-    let step = |span: u64, next: &Loop| span.saturating_add(next.count.saturating_sub(1).saturating_mul(next.source_stride));
+    let step =
+        |span: u64, next: &Loop| span.saturating_add(next.count.saturating_sub(1).saturating_mul(next.source_stride));
     loops.iter().fold(inner_bytes, step)
 }
 
@@ -171,7 +173,10 @@ mod tests {
             Loop { count: 4, source_stride: 16, target_stride: 16 },
             Loop { count: 2, source_stride: 8, target_stride: 4 },
         ];
-        assert_eq!((&region.loops[..], region.source_offset, region.target_offset, region.inner_bytes), (&loops[..], 4, 8, 4));
+        assert_eq!(
+            (&region.loops[..], region.source_offset, region.target_offset, region.inner_bytes),
+            (&loops[..], 4, 8, 4)
+        );
     }
 
     #[test]

@@ -78,9 +78,9 @@ impl<'a> Targets<'a> {
         for target in &plan.targets {
             let fragment = placement.fragment(target.place);
             let part = placement.parts().get(target.place.part as usize);
-            let key = part.zip(fragment).map(|(part, own)| {
-                (part.participant().participant_id.as_str(), own.placement_fragment_id.as_str())
-            });
+            let key = part
+                .zip(fragment)
+                .map(|(part, own)| (part.participant().participant_id.as_str(), own.placement_fragment_id.as_str()));
             let Some((address, nbytes)) = key.and_then(|key| bound.get(&key)) else {
                 let fragment = key.map_or("", |key| key.1).to_owned();
                 return Err(TargetError::Unbound { tensor: plan.name(target.tensor), fragment });

@@ -93,8 +93,9 @@ impl Read {
 }
 
 /// The reads for the sources that are not mapped.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WirePlan {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WirePlan<'p> {
+    plan: &'p Plan,
     reads: Vec<Read>,
     bytes: u64,
     segments: u64,
@@ -113,14 +114,14 @@ struct Wanted {
     block_bytes: u64,
 }
 
-impl WirePlan {
+impl<'p> WirePlan<'p> {
     /// Lowers the regions whose source (by its index in the plan) is wanted.
     ///
     /// # Errors
     /// When a source is in no unit of a stored revision, or the reads would have more segments than the limits allow.
     /// Names the tensor.
     pub fn new(
-        plan: &Plan,
+        plan: &'p Plan,
         wanted: impl Fn(u32) -> bool,
         coalescing: &Coalescing,
         limits: &Limits,
@@ -132,28 +133,30 @@ impl WirePlan {
             };
             let (outer, block_bytes) = coalesce(region, coalescing);
             let span = source_span(region.inner_bytes, &region.loops);
-            regions.push(Wanted { unit, start: offset + region.source_offset, region: at as u32, span, outer, block_bytes });
+            regions.push(Wanted {
+                unit,
+                start: offset + region.source_offset,
+                region: at as u32,
+                span,
+                outer,
+                block_bytes,
+            });
         }
         regions.sort_by_key(|wanted| (wanted.unit, wanted.start, wanted.span));
-        let mut lowered = Self::default();
+        let mut lowered = Self { plan, reads: Vec::new(), bytes: 0, segments: 0 };
         let fragment = |wanted: &Wanted| plan.sources[plan.regions[wanted.region as usize].source as usize].place;
         for unit in regions.chunk_by_mut(|a, b| a.unit == b.unit) {
             // Fragments of a unit lie apart, so the regions of one of them stand together.
             for of_fragment in unit.chunk_by_mut(|a, b| fragment(a) == fragment(b)) {
                 share(plan, of_fragment, coalescing);
             }
-            lowered.add_unit(plan, unit, coalescing, limits)?;
+            lowered.add_unit(unit, coalescing, limits)?;
         }
         Ok(lowered)
     }
 
-    fn add_unit(
-        &mut self,
-        plan: &Plan,
-        unit: &[Wanted],
-        coalescing: &Coalescing,
-        limits: &Limits,
-    ) -> Result<(), LowerError> {
+    fn add_unit(&mut self, unit: &[Wanted], coalescing: &Coalescing, limits: &Limits) -> Result<(), LowerError> {
+        let plan = self.plan;
         let first = self.reads.len();
         for wanted in unit {
             let region = &plan.regions[wanted.region as usize];
@@ -211,31 +214,29 @@ impl WirePlan {
         self.segments
     }
 
-    /// The reads as requests of at most so many ranges and (but for one range) bytes, made one at a time. They hold the
-    /// buffers until the last of them is dropped; several may be answered at once, each by one connection.
+    /// The reads as requests of at most so many ranges and bytes, made one at a time. They hold the buffers until the last
+    /// of them is dropped; several may be answered at once, each by one connection.
     ///
     /// # Errors
     /// When the buffers are of another plan.
-    pub fn requests<'p>(
-        &'p self,
-        plan: &'p Plan,
-        targets: &'p mut Targets<'_>,
+    pub fn requests<'r>(
+        &'r self,
+        targets: &'r mut Targets<'_>,
         ranges_max: usize,
         bytes_max: u64,
-    ) -> Result<impl Iterator<Item = Request<'p>>, CopyError> {
+    ) -> Result<impl Iterator<Item = Request<'r>>, CopyError> {
+        let plan = self.plan;
         targets.check(plan)?;
         for region in &plan.regions {
             let room = plan.targets[region.target as usize].nbytes as usize;
             check_bounds("target", region.target_end(), room)?;
         }
-        let targets: &'p Targets<'p> = targets;
+        let targets: &'r Targets<'r> = targets;
         let (mut read, mut from) = (0, 0);
         Ok(std::iter::from_fn(move || {
-            let mut request =
-                Request { plan, targets, ranges: Vec::new(), spans: Vec::new(), bytes: 0, counted: 0 };
+            let mut request = Request { plan, targets, ranges: Vec::new(), spans: Vec::new(), bytes: 0, counted: 0 };
             while let Some(next) = self.reads.get(read) {
-                let taken = request.take(next, from, ranges_max.max(1), bytes_max.max(1));
-                from += taken;
+                from += request.take(next, from, ranges_max.max(1), bytes_max.max(1));
                 if from < next.bytes() {
                     break;
                 }
@@ -392,20 +393,17 @@ impl<'p> Request<'p> {
     /// Confirms bytes that were received into [`Request::landing`] of `at`.
     ///
     /// # Errors
-    /// When they begin beyond what has arrived, or end beyond the answer.
+    /// When they begin beyond what has arrived, or are more than there was memory for.
     pub fn landed(&mut self, at: u64, bytes: u64) -> Result<(), CopyError> {
         let to = at.saturating_add(bytes);
-        if at > self.counted || to > self.bytes {
+        let room = self.landing(at).map_or(0, |memory| memory.len() as u64);
+        if at > self.counted || bytes > room {
             return Err(CopyError::Answer { from: at, to, expected: self.bytes });
         }
-        let mut from = self.counted;
-        while from < to {
-            let Some(span) = self.span_at(from).and_then(|span| self.spans.get(span)) else { break };
-            let until = to.min(span.at + span.bytes);
-            if let [part] = span.read.parts[..] {
-                self.targets.add_written(self.plan.regions[part.region as usize].target, until - from);
-            }
-            from = until;
+        let span = self.span_at(at).and_then(|span| self.spans.get(span));
+        if let Some(part) = span.and_then(|span| span.read.parts.first()) {
+            let target = self.plan.regions[part.region as usize].target;
+            self.targets.add_written(target, to.saturating_sub(self.counted));
         }
         self.counted = self.counted.max(to);
         Ok(())
@@ -426,7 +424,10 @@ impl<'p> Request<'p> {
                 let region = &self.plan.regions[part.region as usize];
                 let Some(address) = self.targets.address(region.target) else { continue };
                 let skipped = part.offset.saturating_sub(inside).min(here as u64);
-                let window = Window { start: (inside + skipped).saturating_sub(part.offset), bytes: &bytes[skipped as usize..here] };
+                let window = Window {
+                    start: (inside + skipped).saturating_sub(part.offset),
+                    bytes: &bytes[skipped as usize..here],
+                };
                 let packed = span.read.packed(region);
                 // SAFETY: the region lies in its buffer (`requests`), which this set of requests holds; each byte of it
                 // belongs to one request. The planner's loops reach the source in order and without overlap, in the

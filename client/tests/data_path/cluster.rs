@@ -10,9 +10,10 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId,
-    Residency, RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims,
-    TokenRight, UnitEffect, UnitRange, WeightRevisionMetadata,
+    ClaimPhase, ClaimReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant, LogPosition,
+    LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity, RevisionReply,
+    RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect, UnitRange,
+    UpsertRequest, WeightRevisionMetadata,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -38,8 +39,19 @@ pub struct Desk {
     pub lapsed: bool,
     pub record: Option<WeightRevisionMetadata>,
     pub session: Option<SessionId>,
+    /// The phases of a replacement, as they are shown call after call; the last one stays.
+    pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
     pub positions: u64,
+    pub claim: Option<ReplacementClaim>,
+}
+
+impl Desk {
+    fn next_claim(&mut self) -> ReplacementClaim {
+        let claim = self.claim.as_mut().unwrap();
+        claim.phase = if self.phases.len() > 1 { self.phases.remove(0) } else { self.phases[0] };
+        claim.clone()
+    }
 }
 
 pub struct Cluster {
@@ -213,6 +225,25 @@ impl Answering {
                 let metadata = record(&desk)?;
                 written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
             }
+            "upsert" => {
+                let request: UpsertRequest = read(&body);
+                desk.claim = Some(ReplacementClaim {
+                    lineage: request.base.lineage(),
+                    request_id: request.replacement_request_id.unwrap(),
+                    base: request.base,
+                    target: request.target,
+                    mode: request.mode,
+                    phase: ClaimPhase::PreparingTarget,
+                    expected_base_generation: request.expected_metadata_generation,
+                    policy: request.policy,
+                    operation_id: OperationId::at(LogPosition { seq: 3, index: 0 }, 0),
+                    attempt: 1,
+                    started_unix_ms: 0,
+                    updated_unix_ms: 0,
+                });
+                written(&ClaimReply { claim: desk.next_claim() })
+            }
+            "get_upsert" => written(&ClaimReply { claim: desk.next_claim() }),
             "acquire_lease" => self.lease(&mut desk, read(&body)),
             "renew_lease" => Err(BallastError::new(ErrorCode::NotReady, "the revision is retired")),
             "release_lease" => {

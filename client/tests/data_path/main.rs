@@ -4,4 +4,5 @@ mod cluster;
 mod events;
 mod getting;
 mod putting;
+mod replacing;
 mod requests;
