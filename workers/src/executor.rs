@@ -9,8 +9,8 @@ use std::time::Duration;
 use ballast_journal::nodes::{Directory, NodeClient};
 use ballast_journal::{Replica, SubmitError};
 use ballast_schemas::{
-    BallastError, CLAIM_TTL_MS, ClaimOperation, Command, ErrorCode, InstanceId, NodeId, NodeReply, NodeRequest, OperationId, OperationKind,
-    OperationStatus, RenewClaim, Reply, WeightOperation, WorkerId,
+    BallastError, CLAIM_TTL_MS, ClaimOperation, Command, ErrorCode, InstanceId, NodeId, NodeReply, NodeRequest,
+    OperationId, OperationKind, OperationStatus, RenewClaim, Reply, WeightOperation, WorkerId,
 };
 use ballast_workflows::{Observation, Step, after_failure, next_step};
 use tokio::sync::watch;
@@ -66,7 +66,13 @@ pub(crate) struct Executor {
 }
 
 impl Executor {
-    pub(crate) fn new(replica: Replica, directory: Directory, nodes: NodeClient, worker: WorkerId, failpoint: Failpoint) -> Self {
+    pub(crate) fn new(
+        replica: Replica,
+        directory: Directory,
+        nodes: NodeClient,
+        worker: WorkerId,
+        failpoint: Failpoint,
+    ) -> Self {
         let observer = Observer { replica: replica.clone(), directory, nodes: nodes.clone() };
         Self { replica, observer, nodes, worker, failpoint }
     }
@@ -82,7 +88,11 @@ impl Executor {
         let answered = self.replica.submit(command).await;
         let answer = match answered {
             Ok((_, Ok(Reply::Operation(operation)))) if operation.status == OperationStatus::Claimed => {
-                ClaimAnswer::Granted(Claim { operation_id: operation.operation_id, kind: operation.kind, epoch: operation.epoch })
+                ClaimAnswer::Granted(Claim {
+                    operation_id: operation.operation_id,
+                    kind: operation.kind,
+                    epoch: operation.epoch,
+                })
             }
             Ok((_, Ok(other))) => ClaimAnswer::NotWanted(format!("the claim was answered with {other:?}")),
             Ok((_, Err(rejection))) => ClaimAnswer::NotWanted(rejection.message),
@@ -108,7 +118,11 @@ impl Executor {
 
     /// Renews the claim until that is refused.
     async fn keep(&self, claim: &Claim) -> Ended {
-        let command = Command::RenewClaim(RenewClaim { operation_id: claim.operation_id.clone(), epoch: claim.epoch, ttl_ms: CLAIM_TTL_MS });
+        let command = Command::RenewClaim(RenewClaim {
+            operation_id: claim.operation_id.clone(),
+            epoch: claim.epoch,
+            ttl_ms: CLAIM_TTL_MS,
+        });
         loop {
             tokio::time::sleep(RENEW_EVERY).await;
             match self.replica.submit(command.clone()).await {
@@ -160,10 +174,9 @@ impl<'a> Drive<'a> {
                 return Ended::Stopped;
             }
             let (operation_id, epoch) = (&self.claim.operation_id, self.claim.epoch);
-            let (step, operation) = self
-                .executor
-                .replica
-                .read(|state| (next_step(state, self.seen.as_ref(), operation_id, epoch), state.operation(operation_id).cloned()));
+            let (step, operation) = self.executor.replica.read(|state| {
+                (next_step(state, self.seen.as_ref(), operation_id, epoch), state.operation(operation_id).cloned())
+            });
             let Some(operation) = operation else { return Ended::Done };
             match self.execute(step, &operation).await {
                 Turn::Next => {}
@@ -241,7 +254,12 @@ impl<'a> Drive<'a> {
     }
 
     /// Tells the log that a step failed: the operation waits or backs off there, and the next look says that this worker is done.
-    async fn failed(&mut self, operation: &WeightOperation, request: Option<&NodeRequest>, error: BallastError) -> Turn {
+    async fn failed(
+        &mut self,
+        operation: &WeightOperation,
+        request: Option<&NodeRequest>,
+        error: BallastError,
+    ) -> Turn {
         tracing::info!(operation = %operation.operation_id, %error, "step failed");
         let command = after_failure(operation, self.claim.epoch, request, &error);
         match self.submit(command).await {

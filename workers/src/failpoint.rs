@@ -40,7 +40,9 @@ pub(crate) struct Failpoint {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FailpointError {
     /// Not three parts, or a third part that is neither side.
-    #[error("BALLAST_FAILPOINT is {given:?}; it must be <machine>.<step>.<before|after>, like migration.copy_to_cold.after")]
+    #[error(
+        "BALLAST_FAILPOINT is {given:?}; it must be <machine>.<step>.<before|after>, like migration.copy_to_cold.after"
+    )]
     Place {
         /// What was given.
         given: String,
@@ -56,11 +58,21 @@ pub enum FailpointError {
 impl Failpoint {
     /// Reads the three variables.
     pub(crate) fn from_env() -> Result<Self, FailpointError> {
-        Self::from_values(std::env::var_os("BALLAST_FAILPOINT"), std::env::var_os("BALLAST_FAILPOINT_FILE"), std::env::var_os("BALLAST_STEP_DELAY_MS"))
+        Self::from_values(
+            std::env::var_os("BALLAST_FAILPOINT"),
+            std::env::var_os("BALLAST_FAILPOINT_FILE"),
+            std::env::var_os("BALLAST_STEP_DELAY_MS"),
+        )
     }
 
-    fn from_values(place: Option<OsString>, once_file: Option<OsString>, delay: Option<OsString>) -> Result<Self, FailpointError> {
-        let text = |value: Option<OsString>| value.map(|value| value.to_string_lossy().into_owned()).filter(|text| !text.is_empty());
+    fn from_values(
+        place: Option<OsString>,
+        once_file: Option<OsString>,
+        delay: Option<OsString>,
+    ) -> Result<Self, FailpointError> {
+        let text = |value: Option<OsString>| {
+            value.map(|value| value.to_string_lossy().into_owned()).filter(|text| !text.is_empty())
+        };
         let place = match text(place) {
             Some(given) if !is_place(&given) => return Err(FailpointError::Place { given }),
             place => place,

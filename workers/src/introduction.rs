@@ -53,7 +53,9 @@ pub(crate) async fn introduce(client: &Client, hello: NodeHello) -> Result<Welco
     match reply {
         HelloReply::Refused { error } => Err(HelloError::Refused(error)),
         HelloReply::Welcome { cluster_id, log_seq, token_key, standings, .. } => {
-            let token_key = token_key.try_into().map_err(|key: Vec<u8>| garbled(format!("a token key of {} bytes, expected 32", key.len())))?;
+            let token_key = token_key
+                .try_into()
+                .map_err(|key: Vec<u8>| garbled(format!("a token key of {} bytes, expected 32", key.len())))?;
             if standings.len() != hello.instances.len() {
                 return Err(garbled(format!("{} standings for {} instances", standings.len(), hello.instances.len())));
             }

@@ -109,7 +109,9 @@ impl InventoryMirror {
             }
             let last = stream.direct_get_last_for_subject(subject.clone()).await.map_err(|error| error.to_string())?;
             match rmp_serde::from_slice::<NodeInventory>(&last.payload) {
-                Ok(inventory) => withdraw_inventory(&self.streams, node, &inventory.instance.group_id).await.map_err(|error| error.to_string())?,
+                Ok(inventory) => withdraw_inventory(&self.streams, node, &inventory.instance.group_id)
+                    .await
+                    .map_err(|error| error.to_string())?,
                 Err(_) => {
                     stream.purge().filter(subject).await.map_err(|error| error.to_string())?;
                 }
@@ -141,7 +143,8 @@ impl InventoryMirror {
     /// Compares what was touched.
     async fn look_at(&mut self, touched: BTreeSet<InstanceId>) {
         for instance in touched {
-            let newer_shown = self.published.get(&instance.group_id).is_some_and(|shown| shown.instance.position > instance.position);
+            let newer_shown =
+                self.published.get(&instance.group_id).is_some_and(|shown| shown.instance.position > instance.position);
             if newer_shown {
                 continue;
             }
@@ -167,7 +170,8 @@ impl InventoryMirror {
     /// The newest instance of each group that is served.
     async fn held(&self) -> Result<BTreeMap<GroupId, NodeInventory>, String> {
         let store = Arc::clone(&self.store);
-        let inventories = tokio::task::spawn_blocking(move || store.inventories()).await.map_err(|error| error.to_string())?;
+        let inventories =
+            tokio::task::spawn_blocking(move || store.inventories()).await.map_err(|error| error.to_string())?;
         let mut held: BTreeMap<GroupId, NodeInventory> = BTreeMap::new();
         for inventory in inventories {
             let group = inventory.instance.group_id.clone();

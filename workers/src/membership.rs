@@ -27,6 +27,8 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 const REFUSED_RETRY_AFTER: Duration = Duration::from_secs(5);
 /// A member is refused this often in a row before it stops serving: one gateway that lags must not hide a node's bytes.
 const REFUSALS_MAX: u32 = 2;
+/// Instances of one introduction: more would not fit into one NATS message.
+const INSTANCES_MAX: usize = 2_000;
 /// How often the connection is looked at for having come back.
 const CONNECTION_LOOK_EVERY: Duration = Duration::from_millis(250);
 /// What a node waits for is logged again this often.
@@ -51,7 +53,8 @@ impl Membership {
         let mut waiting = Waiting::default();
         let streams = loop {
             // What this node has seen of the log tells a lost log from a new one.
-            let last_seen = self.store.cluster().map(|cluster_id| LastSeen { cluster_id, log_seq: self.store.highest_seen().seq });
+            let last_seen =
+                self.store.cluster().map(|cluster_id| LastSeen { cluster_id, log_seq: self.store.highest_seen().seq });
             let options = StreamOptions { create: false, last_seen, ..StreamOptions::default() };
             match open_streams(self.client.clone(), &options).await {
                 Ok(streams) => break streams,
@@ -93,26 +96,27 @@ impl Membership {
         let mut connects = self.connects();
         loop {
             self.next_hello(next, &mut connects).await;
-            next = Instant::now() + match self.hello().await {
-                Ok(()) => {
-                    refusals = 0;
-                    self.serving();
-                    HELLO_EVERY
-                }
-                Err(HelloError::Refused(error)) => {
-                    refusals += 1;
-                    waiting.note(&error.to_string());
-                    if refusals >= REFUSALS_MAX {
-                        self.refuse(&error.to_string()).await;
+            next = Instant::now()
+                + match self.hello().await {
+                    Ok(()) => {
+                        refusals = 0;
+                        self.serving();
+                        HELLO_EVERY
                     }
-                    REFUSED_RETRY_AFTER
-                }
-                // The data plane goes on: what is held is as good as it was.
-                Err(error) => {
-                    waiting.note(&error.to_string());
-                    RETRY_AFTER
-                }
-            };
+                    Err(HelloError::Refused(error)) => {
+                        refusals += 1;
+                        waiting.note(&error.to_string());
+                        if refusals >= REFUSALS_MAX {
+                            self.refuse(&error.to_string()).await;
+                        }
+                        REFUSED_RETRY_AFTER
+                    }
+                    // The data plane goes on: what is held is as good as it was.
+                    Err(error) => {
+                        waiting.note(&error.to_string());
+                        RETRY_AFTER
+                    }
+                };
         }
     }
 
@@ -141,22 +145,28 @@ impl Membership {
     /// Introduces the node once and does what follows from the answer.
     async fn hello(&self) -> Result<(), HelloError> {
         let store = Arc::clone(&self.store);
-        let hello = blocking(move || NodeHello {
-            node: store.node().clone(),
-            incarnation: store.incarnation().to_owned(),
-            cluster_id: store.cluster(),
-            seen: store.highest_seen(),
-            instances: store.instances(),
-        })
-        .await?;
-        let welcome = match introduce(&self.client, hello).await {
-            // A gateway that can not answer is no verdict on the node.
-            Err(HelloError::Refused(error)) if error.code == ErrorCode::Unavailable => {
-                return Err(HelloError::NoAnswer { reason: error.to_string() });
+        let (cluster_id, seen, instances) =
+            blocking(move || (store.cluster(), store.highest_seen(), store.instances())).await?;
+        // A node that holds nothing introduces itself as well.
+        let batches = if instances.is_empty() { vec![&[][..]] } else { instances.chunks(INSTANCES_MAX).collect() };
+        for batch in batches {
+            let hello = NodeHello {
+                node: self.store.node().clone(),
+                incarnation: self.store.incarnation().to_owned(),
+                cluster_id: cluster_id.clone(),
+                seen,
+                instances: batch.to_vec(),
+            };
+            match introduce(&self.client, hello).await {
+                Ok(welcome) => self.obey(welcome).await?,
+                // A gateway that can not answer is no verdict on the node.
+                Err(HelloError::Refused(error)) if error.code == ErrorCode::Unavailable => {
+                    return Err(HelloError::NoAnswer { reason: error.to_string() });
+                }
+                Err(error) => return Err(error),
             }
-            answered => answered?,
-        };
-        self.obey(welcome).await
+        }
+        Ok(())
     }
 
     async fn obey(&self, welcome: Welcome) -> Result<(), HelloError> {
@@ -194,7 +204,9 @@ impl Membership {
     }
 
     fn serving(&self) {
-        self.condition.send_if_modified(|condition| std::mem::replace(condition, NodeCondition::Serving) != NodeCondition::Serving);
+        self.condition.send_if_modified(|condition| {
+            std::mem::replace(condition, NodeCondition::Serving) != NodeCondition::Serving
+        });
     }
 }
 

@@ -89,7 +89,8 @@ impl NodeControl {
     fn carry_out(&self, request: &NodeRequest, progress: &Progress) -> NodeReply {
         let name = request_name(request);
         self.failpoint.strike(MACHINE, name, Side::Before);
-        let reply = carry_out(&self.store, request, progress).unwrap_or_else(|error| NodeReply::Failed(error.to_error()));
+        let reply =
+            carry_out(&self.store, request, progress).unwrap_or_else(|error| NodeReply::Failed(error.to_error()));
         self.failpoint.strike(MACHINE, name, Side::After);
         self.touched.touch(instance_of(request));
         reply
@@ -100,7 +101,9 @@ fn carry_out(store: &NodeStore, request: &NodeRequest, progress: &Progress) -> R
     let held = |inventory| NodeReply::Inventory(Box::new(inventory));
     Ok(match request {
         NodeRequest::Inventory { instance } => store.inventory(instance)?.map_or(NodeReply::Absent, held),
-        NodeRequest::Receipt { instance, session_id } => NodeReply::Receipt(Box::new(store.receipt(instance, session_id)?)),
+        NodeRequest::Receipt { instance, session_id } => {
+            NodeReply::Receipt(Box::new(store.receipt(instance, session_id)?))
+        }
         NodeRequest::AffinityIndex { instance } => NodeReply::AffinityIndex(Box::new(store.affinity_index(instance)?)),
         NodeRequest::RaiseFence { instance, fence } => match store.raise_fence(instance, *fence) {
             // There is nothing here that an older effect could hurt.

@@ -51,9 +51,18 @@ pub struct ColdTierReport {
 
 impl fmt::Display for NodeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "node {}: memory {} MiB in {} ({})", self.node, self.memory_bytes >> 20, self.memory_folder.display(), self.memory_kind)?;
+        write!(
+            f,
+            "node {}: memory {} MiB in {} ({})",
+            self.node,
+            self.memory_bytes >> 20,
+            self.memory_folder.display(),
+            self.memory_kind
+        )?;
         match &self.cold {
-            Some(cold) => write!(f, "; cold {} MiB in {} ({})", cold.quota_bytes >> 20, cold.folder.display(), cold.engine)?,
+            Some(cold) => {
+                write!(f, "; cold {} MiB in {} ({})", cold.quota_bytes >> 20, cold.folder.display(), cold.engine)?
+            }
             None => f.write_str("; no cold tier (--cold FOLDER gives it one)")?,
         }
         if let Some(path) = &self.unix_socket {
@@ -64,7 +73,13 @@ impl fmt::Display for NodeReport {
         }
         let found = &self.adoption;
         if found.instances > 0 {
-            write!(f, "; {} groups re-adopted, {} MiB in memory, {} MiB cold", found.instances, found.hot_bytes >> 20, found.cold_bytes >> 20)?;
+            write!(
+                f,
+                "; {} groups re-adopted, {} MiB in memory, {} MiB cold",
+                found.instances,
+                found.hot_bytes >> 20,
+                found.cold_bytes >> 20
+            )?;
         }
         Ok(())
     }
@@ -117,21 +132,29 @@ pub(crate) async fn publish_status(
         };
         let (store, endpoint, labels) = (Arc::clone(&store), endpoint.clone(), labels.clone());
         // Counting waits for instances whose records are being synced.
-        let encoded = tokio::task::spawn_blocking(move || serde_json::to_vec(&status(&store, endpoint, labels, not_serving))).await;
-        let body = match encoded.map_err(|error| error.to_string()).and_then(|body| body.map_err(|error| error.to_string())) {
-            Ok(body) => Bytes::from(body),
-            Err(error) => {
-                tracing::error!(error, "the node's status can not be told");
-                continue;
-            }
-        };
+        let encoded =
+            tokio::task::spawn_blocking(move || serde_json::to_vec(&status(&store, endpoint, labels, not_serving)))
+                .await;
+        let body =
+            match encoded.map_err(|error| error.to_string()).and_then(|body| body.map_err(|error| error.to_string())) {
+                Ok(body) => Bytes::from(body),
+                Err(error) => {
+                    tracing::error!(error, "the node's status can not be told");
+                    continue;
+                }
+            };
         if let Err(error) = client.publish(subject.clone(), body).await {
             tracing::debug!(%error, "status not published");
         }
     }
 }
 
-fn status(store: &NodeStore, endpoint: NodeEndpoint, labels: BTreeMap<String, String>, not_serving: Option<String>) -> NodeStatus {
+fn status(
+    store: &NodeStore,
+    endpoint: NodeEndpoint,
+    labels: BTreeMap<String, String>,
+    not_serving: Option<String>,
+) -> NodeStatus {
     let usage = store.usage();
     NodeStatus {
         endpoint,

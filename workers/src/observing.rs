@@ -69,9 +69,13 @@ impl Observer {
         let mut cold = BTreeSet::new();
         for node in nodes {
             // Not knowing whether there is a cold tier must not look like there being none: that would end the operation.
-            let status: Option<NodeStatus> = self.directory.wait_for(STATUS_PATIENCE, |directory| directory.node(node)).await;
+            let status: Option<NodeStatus> =
+                self.directory.wait_for(STATUS_PATIENCE, |directory| directory.node(node)).await;
             let status = status.ok_or_else(|| {
-                BallastError::new(ErrorCode::Unavailable, format!("node {node} answers but has not told its status yet"))
+                BallastError::new(
+                    ErrorCode::Unavailable,
+                    format!("node {node} answers but has not told its status yet"),
+                )
             })?;
             if status.cold_capacity_bytes > 0 {
                 cold.insert(node.clone());
@@ -81,7 +85,11 @@ impl Observer {
     }
 
     /// The units of `instance`, from the first holder of its manifest that says. `None` when nobody holds the manifest.
-    async fn index(&self, instance: &InstanceId, inventory: &GroupInventory) -> Result<Option<AffinityIndex>, BallastError> {
+    async fn index(
+        &self,
+        instance: &InstanceId,
+        inventory: &GroupInventory,
+    ) -> Result<Option<AffinityIndex>, BallastError> {
         let mut failure = None;
         for (node, _) in inventory.nodes.iter().filter(|(_, held)| held.manifest) {
             match self.nodes.affinity_index(node, instance).await {
@@ -102,6 +110,7 @@ fn placement(state: &State, operation: &WeightOperation, instance: &InstanceId) 
     let target = state.claim(&operation.identity.lineage()).map(|claim| &claim.target);
     let base = state.claim(&operation.identity.lineage()).map(|claim| &claim.base);
     let candidates = [Some(&operation.identity), target, base].into_iter().flatten();
-    let found = candidates.filter_map(|identity| state.revision(identity)).find(|metadata| metadata.instance == *instance);
+    let found =
+        candidates.filter_map(|identity| state.revision(identity)).find(|metadata| metadata.instance == *instance);
     found.map(|metadata| metadata.placement.iter().cloned().collect()).unwrap_or_default()
 }

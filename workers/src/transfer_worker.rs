@@ -15,7 +15,8 @@ use async_nats::Client;
 use ballast_journal::nodes::{NodeListener, NodeListenerError};
 use ballast_schemas::{NodeEndpoint, NodeId};
 use ballast_transfer::{
-    BindError, ColdOptions, DataPlane, DataPlaneOptions, MemoryOptions, NodeStore, NodeStoreOptions, OpenError, TokenGate,
+    BindError, ColdOptions, DataPlane, DataPlaneOptions, MemoryOptions, NodeStore, NodeStoreOptions, OpenError,
+    TokenGate,
 };
 use tokio::net::lookup_host;
 use tokio::sync::watch;
@@ -118,7 +119,8 @@ impl TransferWorker {
     /// When a folder or an address can not be used. Nothing is changed then.
     pub async fn open(options: TransferWorkerOptions) -> Result<Self, TransferWorkerError> {
         let failpoint = Failpoint::from_env()?;
-        let TransferWorkerOptions { client, node, memory, cold, unix_socket, tcp_listen, tcp_advertise, labels } = options;
+        let TransferWorkerOptions { client, node, memory, cold, unix_socket, tcp_listen, tcp_advertise, labels } =
+            options;
         if !node.is_subject_token() {
             return Err(TransferWorkerError::Name { node });
         }
@@ -144,9 +146,15 @@ impl TransferWorker {
             tcp: tcp.clone(),
         };
         let report = report_of(&store, unix, tcp);
-        let condition = watch::Sender::new(NodeCondition::NotServing { reason: "not introduced to a gateway yet".to_owned() });
-        let membership =
-            Membership { client: client.clone(), store: Arc::clone(&store), gate, condition, touched: Touched::default() };
+        let condition =
+            watch::Sender::new(NodeCondition::NotServing { reason: "not introduced to a gateway yet".to_owned() });
+        let membership = Membership {
+            client: client.clone(),
+            store: Arc::clone(&store),
+            gate,
+            condition,
+            touched: Touched::default(),
+        };
         Ok(Self { client, store, data_plane, endpoint, labels, report, membership, failpoint })
     }
 
@@ -170,7 +178,8 @@ impl TransferWorker {
         let Self { client, store, data_plane, endpoint, labels, membership, failpoint, .. } = self;
         let stop = watch::Sender::new(false);
         let condition = membership.condition.clone();
-        let status = tokio::spawn(publish_status(client.clone(), Arc::clone(&store), endpoint, labels, condition.subscribe()));
+        let status =
+            tokio::spawn(publish_status(client.clone(), Arc::clone(&store), endpoint, labels, condition.subscribe()));
         let data_plane = tokio::spawn(data_plane.run(told(stop.subscribe())));
         let ended = {
             let service = serve(client.clone(), store, membership, failpoint, stop.subscribe());

@@ -107,7 +107,10 @@ impl WorkflowWorker {
         let _ = stop.send(true);
         let finished = tokio::time::timeout(STOP_GRACE, async { while tasks.join_next().await.is_some() {} }).await;
         if finished.is_err() {
-            tracing::info!(operations = tasks.len(), "stopping in the middle of a step: another worker goes on when the claim lapses");
+            tracing::info!(
+                operations = tasks.len(),
+                "stopping in the middle of a step: another worker goes on when the claim lapses"
+            );
         }
     }
 }
