@@ -30,6 +30,8 @@ const FLAG: &str = "--cold";
 const CHUNK_BYTES: u64 = 2 << 20;
 /// Reads or writes under way for one job: more gains nothing on any disk measured.
 const DEPTH: usize = 8;
+/// Room in memory is taken this far ahead of a promotion's reads: a few huge pages.
+const ROOM_AHEAD_BYTES: u64 = 8 << 20;
 /// Buffers kept for the next read.
 const BUFFERS_KEPT_MAX: usize = 2 * DEPTH;
 
@@ -263,7 +265,8 @@ impl ColdTier {
 
     /// Reads runs from disk into memory and compares each unit with its checksum.
     ///
-    /// The caller answers for room having been taken there, and for nobody reading or writing these units meanwhile.
+    /// Room is taken a little ahead of the disk, so that page faults and reads overlap. The caller answers for nobody
+    /// reading or writing these units meanwhile, and gives up what was taken when this fails.
     pub(crate) fn fill(
         &self,
         files: &ColdSegments,
@@ -274,7 +277,24 @@ impl ColdTier {
         watch: &Watch<'_>,
     ) -> Result<Vec<Mismatch>, ColdFailure> {
         let chunks = self.read_chunks(files, runs)?;
-        let memory_of = |chunk: &Chunk, _: usize| memory_at(memory, chunk);
+        for run in runs.iter().filter(|run| !run.range.is_empty()) {
+            memory.get_or_create(run.segment)?;
+        }
+        // Up to where room was taken in the run that is being read.
+        let mut ready = 0;
+        let memory_of = |chunk: &Chunk, _: usize| {
+            if chunk.range.start == chunk.run.start {
+                ready = chunk.run.start;
+            }
+            if chunk.range.end > ready {
+                let end = (chunk.range.end + ROOM_AHEAD_BYTES).next_multiple_of(ROOM_AHEAD_BYTES).min(chunk.run.end);
+                let segment = memory.get(chunk.segment).ok_or_else(not_in_memory)?;
+                segment.take_room(&(ready..end))?;
+                segment.fault_in(&(ready..end))?;
+                ready = end;
+            }
+            memory_at(memory, chunk)
+        };
         let mut check = UnitCheck::new(layout, runs, checksum_of);
         self.pipeline(IoKind::Read, files, &chunks, memory_of, watch, |_, bytes| check.take(bytes))?;
         Ok(check.finish())
@@ -333,7 +353,7 @@ impl ColdTier {
         kind: IoKind,
         files: &ColdSegments,
         chunks: &[Chunk],
-        memory_of: impl Fn(&Chunk, usize) -> io::Result<IoMemory>,
+        mut memory_of: impl FnMut(&Chunk, usize) -> io::Result<IoMemory>,
         watch: &Watch<'_>,
         mut consume: impl FnMut(&Chunk, &[u8]),
     ) -> Result<(), ColdFailure> {
@@ -421,19 +441,26 @@ struct Chunk {
     segment: u32,
     file: Arc<File>,
     range: Range<u64>,
+    /// The run that it is a part of.
+    run: Range<u64>,
 }
 
 fn chunks_of(run: &Run, file: &Arc<File>) -> impl Iterator<Item = Chunk> {
-    let (segment, end, file) = (run.segment, run.range.end, file.clone());
-    (run.range.start..end).step_by(CHUNK_BYTES as usize).map(move |start| Chunk {
+    let (segment, run, file) = (run.segment, run.range.clone(), file.clone());
+    run.clone().step_by(CHUNK_BYTES as usize).map(move |start| Chunk {
         segment,
         file: file.clone(),
-        range: start..end.min(start + CHUNK_BYTES),
+        range: start..run.end.min(start + CHUNK_BYTES),
+        run: run.clone(),
     })
 }
 
+fn not_in_memory() -> io::Error {
+    io::Error::other("the segment is not in memory")
+}
+
 fn memory_at(memory: &MemorySegments, chunk: &Chunk) -> io::Result<IoMemory> {
-    let segment = memory.get(chunk.segment).ok_or_else(|| io::Error::other("the segment is not in memory"))?;
+    let segment = memory.get(chunk.segment).ok_or_else(not_in_memory)?;
     let start = segment.address(&chunk.range)?;
     let bytes = (chunk.range.end - chunk.range.start) as usize;
     // SAFETY: the mapping lives as long as the segment, and the callers of `write` and `fill` answer for the rest.

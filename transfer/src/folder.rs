@@ -242,12 +242,6 @@ impl Folder {
         replace_file(&self.path.join(IDENTITY), &record::encode(&self.identity), self.durable)
     }
 
-    /// The folder.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Who it belongs to.
     #[must_use]
     pub fn identity(&self) -> &FolderIdentity {
@@ -300,6 +294,49 @@ pub(crate) fn used_bytes(path: &Path) -> Result<u64, PathError> {
     Ok(bytes)
 }
 
+/// Steps at which tests let the process "die": every change of a file or folder passes here.
+#[cfg(not(test))]
+fn step(_path: &Path) -> Result<(), PathError> {
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) use crash::step;
+
+/// A countdown to the step from which on nothing on this thread reaches the file system any more.
+#[cfg(test)]
+pub(crate) mod crash {
+    use std::cell::Cell;
+    use std::path::Path;
+
+    use super::PathError;
+
+    thread_local! {
+        static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    pub(crate) fn step(path: &Path) -> Result<(), PathError> {
+        STEPS_LEFT.with(|left| match left.get() {
+            None => Ok(()),
+            Some(0) => Err(PathError::new("survive", path, std::io::Error::other("the process has died"))),
+            Some(steps) => {
+                left.set(Some(steps - 1));
+                Ok(())
+            }
+        })
+    }
+
+    /// Dies after this many steps on this thread; `None` lives on.
+    pub(crate) fn die_after(steps: Option<u32>) {
+        STEPS_LEFT.with(|left| left.set(steps));
+    }
+
+    /// Whether the countdown has come to its end.
+    pub(crate) fn is_dead() -> bool {
+        STEPS_LEFT.with(|left| left.get() == Some(0))
+    }
+}
+
 /// Replaces a file by new content, so that after a crash at any moment it holds either the old or the new.
 ///
 /// # Errors
@@ -308,10 +345,10 @@ pub(crate) fn replace_file(path: &Path, content: &[u8], durable: bool) -> Result
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
     let fresh = path.with_file_name(name);
-    let written = write_file(&fresh, content, durable).and_then(|()| fs::rename(&fresh, path).on("rename", &fresh));
+    let written = write_file(&fresh, content, durable).and_then(|()| rename(&fresh, path));
     if let Err(error) = written {
         // Leaves no half-written file behind; the error that matters is the first one.
-        let _ = fs::remove_file(&fresh);
+        let _ = remove_file(&fresh);
         return Err(error);
     }
     match path.parent() {
@@ -322,6 +359,7 @@ pub(crate) fn replace_file(path: &Path, content: &[u8], durable: bool) -> Result
 
 /// Writes a new file.
 pub(crate) fn write_file(path: &Path, content: &[u8], durable: bool) -> Result<(), PathError> {
+    step(path)?;
     let mut file = File::create(path).on("create", path)?;
     file.write_all(content).on("write", path)?;
     if durable {
@@ -332,11 +370,25 @@ pub(crate) fn write_file(path: &Path, content: &[u8], durable: bool) -> Result<(
 
 /// Makes the entries of a folder durable.
 pub(crate) fn sync_folder(path: &Path) -> Result<(), PathError> {
+    step(path)?;
     File::open(path).and_then(|folder| folder.sync_all()).on("sync", path)
+}
+
+/// Gives a file or folder another name.
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), PathError> {
+    step(from)?;
+    fs::rename(from, to).on("rename", from)
+}
+
+/// Makes a folder.
+pub(crate) fn create_folder(path: &Path) -> Result<(), PathError> {
+    step(path)?;
+    fs::create_dir(path).on("create", path)
 }
 
 /// Removes a file; that it is already gone is fine.
 pub(crate) fn remove_file(path: &Path) -> Result<(), PathError> {
+    step(path)?;
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(PathError::new("remove", path, error)),
         _ => Ok(()),
@@ -345,6 +397,7 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), PathError> {
 
 /// Removes a folder and what is in it; that it is already gone is fine.
 pub(crate) fn remove_folder(path: &Path) -> Result<(), PathError> {
+    step(path)?;
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(PathError::new("remove", path, error)),
         _ => Ok(()),

@@ -13,6 +13,8 @@ mod layout;
 mod mapped;
 mod memory_tier;
 mod node_store;
+#[cfg(test)]
+mod protocol_tests;
 mod record;
 mod segment;
 mod sending;

@@ -262,10 +262,11 @@ fn prepare_mount(path: &Path, budget_bytes: u64, huge_pages: HugePages) -> Resul
     let size_bytes = budget_bytes + budget_bytes / 32 + (64 << 20);
     let mount = tmpfs::mount_of(path)?;
     if mount.as_ref().is_some_and(tmpfs::MountInfo::has_huge_pages) {
-        if is_mount_point(path)? && space(path)?.total_bytes < size_bytes {
-            if let Err(error) = tmpfs::resize(path, size_bytes) {
-                tracing::warn!(%error, path = %path.display(), "can not resize the memory folder's tmpfs");
-            }
+        if is_mount_point(path)?
+            && space(path)?.total_bytes < size_bytes
+            && let Err(error) = tmpfs::resize(path, size_bytes)
+        {
+            tracing::warn!(%error, path = %path.display(), "can not resize the memory folder's tmpfs");
         }
         return Ok(None);
     }

@@ -140,6 +140,8 @@ pub(crate) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
     if range.is_empty() {
         return Ok(());
     }
+    #[cfg(test)]
+    crate::folder::crash::step(Path::new("a segment")).map_err(|error| error.source)?;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     Ok(rustix::fs::fallocate(file, flags, range.start, range.end - range.start)?)
 }
@@ -149,6 +151,8 @@ pub(crate) fn take_room(file: &File, range: &Range<u64>) -> io::Result<()> {
     if range.is_empty() {
         return Ok(());
     }
+    #[cfg(test)]
+    crate::folder::crash::step(Path::new("a segment")).map_err(|error| error.source)?;
     loop {
         match rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, range.start, range.end - range.start) {
             Err(rustix::io::Errno::INTR) => {}
@@ -219,8 +223,8 @@ impl Segment {
             return take_room(&self.file, range);
         }
         let first = range.start.next_multiple_of(HUGE_PAGE_BYTES);
-        let whole_segment = range.start == 0 && range.end == self.bytes;
-        let last = if whole_segment { range.end } else { range.end / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES };
+        let to_the_end = range.end == self.bytes;
+        let last = if to_the_end { range.end } else { range.end / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES };
         if first >= last {
             return take_room(&self.file, range);
         }

@@ -29,6 +29,8 @@ use crate::wire::{Socket, Wire, WireError};
 const PIECE_BYTES: u64 = 1 << 20;
 /// Large documents (manifests, size lists) that are in hand at once, over all connections.
 const DOCUMENTS_MAX: usize = 8;
+/// Reads from disk ahead of need, over all connections; one more for each connection is always allowed.
+const READ_AHEAD_MAX: usize = 64;
 /// How long a new connection may take to say hello.
 const HELLO_WAIT: Duration = Duration::from_secs(10);
 
@@ -86,6 +88,8 @@ struct Shared {
     options: DataPlaneOptions,
     connections: Arc<Semaphore>,
     documents: Semaphore,
+    /// Reads from disk ahead of the one that a connection waits for, over all connections.
+    read_ahead: Arc<Semaphore>,
 }
 
 impl DataPlane {
@@ -115,6 +119,7 @@ impl DataPlane {
             gate,
             connections: Arc::new(Semaphore::new(options.connections_max)),
             documents: Semaphore::new(DOCUMENTS_MAX),
+            read_ahead: Arc::new(Semaphore::new(READ_AHEAD_MAX)),
             options,
         });
         let unix_path = shared.options.unix_socket.clone();
@@ -267,6 +272,9 @@ impl Shared {
     }
 }
 
+/// A piece on its way into memory; its buffer comes back with the result.
+type PieceWrite = tokio::task::JoinHandle<(Vec<u8>, Result<(), StoreError>)>;
+
 /// Payload of a request that has not been read yet.
 struct Payload {
     left: u64,
@@ -406,7 +414,7 @@ impl Connection<'_> {
         let total = payload.left;
         let mut done = 0;
         let mut spare = Vec::new();
-        let mut writing: Option<tokio::task::JoinHandle<(Vec<u8>, Result<(), StoreError>)>> = None;
+        let mut writing: Option<PieceWrite> = None;
         let result = loop {
             let mut piece = std::mem::take(&mut spare);
             piece.resize(payload.left.min(PIECE_BYTES) as usize, 0);
@@ -485,7 +493,8 @@ impl Connection<'_> {
             reader.check(range)?;
         }
         let (batches, mut ready) = tokio::sync::mpsc::channel::<Result<Batch, StoreError>>(1);
-        let producer = tokio::spawn(produce(store, claims.instance, reader, ranges, batches));
+        let ahead = self.shared.read_ahead.clone();
+        let producer = tokio::spawn(produce(store, claims.instance, reader, ranges, ahead, batches));
         let mut sent = 0;
         let result = loop {
             match ready.recv().await {

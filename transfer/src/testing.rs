@@ -84,6 +84,7 @@ pub(crate) fn options(memory: &Path, cold: Option<&Path>) -> NodeStoreOptions {
     }
 }
 
+/// A manifest as far as the store looks at it.
 pub(crate) fn document(id: &InstanceId, sizes: &[u64]) -> SealDocument {
     let units = sizes.iter().enumerate().map(|(unit, &bytes)| AffinityUnit {
         affinity_id: Digest::of(&(unit as u32).to_le_bytes()),

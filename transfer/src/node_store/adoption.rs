@@ -13,8 +13,9 @@ use super::instance::{
     Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
 };
 use super::lock;
+use crate::budget::Charge;
 use crate::cold_tier::ColdTier;
-use crate::folder::{OnPath, PathError, remove_folder, sync_folder};
+use crate::folder::{OnPath, PathError, create_folder, remove_folder, rename, sync_folder, used_bytes};
 use crate::guard::UnitStates;
 use crate::layout::GroupLayout;
 use crate::memory_tier::MemoryTier;
@@ -60,11 +61,19 @@ struct Found {
     state: StateRecord,
 }
 
+/// What the node goes on with.
+pub(super) struct Adopted {
+    pub instances: BTreeMap<InstanceId, Arc<Instance>>,
+    pub adoption: Adoption,
+    /// The bytes of damaged folders.
+    pub charges: Vec<Charge>,
+}
+
 /// Adopts what is in the folders.
 pub(super) fn adopt(
     memory: &MemoryTier,
     cold: Option<&Arc<ColdTier>>,
-) -> Result<(BTreeMap<InstanceId, Arc<Instance>>, Adoption), PathError> {
+) -> Result<Adopted, PathError> {
     let mut adoption = Adoption::default();
     let in_memory = scan(&memory.instances(), true, &mut adoption)?;
     let mut on_disk = match cold {
@@ -74,14 +83,13 @@ pub(super) fn adopt(
     let mut instances = BTreeMap::new();
     for (id, memory_copy) in in_memory {
         let disk_copy = on_disk.remove(&id);
-        if let Some(disk_copy) = &disk_copy {
-            if disk_copy.seal.manifest != memory_copy.seal.manifest || disk_copy.layout != memory_copy.layout {
-                // Not reached by anything this program writes: both come from one seal.
-                let path = memory.instances().join(crate::memory_tier::instance_folder(&id));
-                let reason = "the records in memory and on disk are of different imports".to_owned();
-                adoption.damaged.push(DamagedFolder { path, reason });
-                continue;
-            }
+        let same = |disk: &Found| disk.seal.manifest == memory_copy.seal.manifest && disk.layout == memory_copy.layout;
+        if !disk_copy.as_ref().is_none_or(same) {
+            // Not reached by anything this program writes: both come from one seal.
+            let path = memory.instances().join(crate::memory_tier::instance_folder(&id));
+            let reason = "the records in memory and on disk are of different imports".to_owned();
+            adoption.damaged.push(DamagedFolder { path, reason });
+            continue;
         }
         let instance = adopt_instance(memory, cold, Some(memory_copy), disk_copy, &mut adoption)?;
         instances.insert(id, instance);
@@ -91,10 +99,16 @@ pub(super) fn adopt(
         instances.insert(id, instance);
     }
     adoption.instances = instances.len() as u32;
+    let mut charges = Vec::new();
     for damaged in &adoption.damaged {
+        let bytes = used_bytes(&damaged.path)?;
+        match cold.filter(|cold| damaged.path.starts_with(cold.instances())) {
+            Some(cold) => charges.push(cold.budget().charge(bytes)),
+            None => charges.push(memory.budget().charge(bytes)),
+        }
         tracing::error!(path = %damaged.path.display(), reason = damaged.reason, "an instance can not be adopted; its bytes are kept");
     }
-    Ok((instances, adoption))
+    Ok(Adopted { instances, adoption, charges })
 }
 
 fn scan(folder: &Path, imports: bool, adoption: &mut Adoption) -> Result<BTreeMap<InstanceId, Found>, PathError> {
@@ -187,7 +201,7 @@ fn adopt_instance(
         None => {
             // The manifest stays readable from memory whatever the units do.
             remove_folder(&instance.memory_folder)?;
-            fs::create_dir(&instance.memory_folder).on("create", &instance.memory_folder)?;
+            create_folder(&instance.memory_folder)?;
             let empty = StateRecord { fence, deleting, held: Bitmap::empty(count), resident: Bitmap::empty(count) };
             write_records(&instance.memory_folder, &record, &sealed, &empty, false)?;
         }
@@ -196,10 +210,10 @@ fn adopt_instance(
         // A cold folder that is new to this instance: the manifest and the index become durable there.
         let fresh = files.folder().with_extension(FRESH);
         remove_folder(&fresh)?;
-        fs::create_dir(&fresh).on("create", &fresh)?;
+        create_folder(&fresh)?;
         write_records(&fresh, &record, &sealed, &cold_record(&lock(&instance.state)), true)?;
         sync_folder(&fresh)?;
-        fs::rename(&fresh, files.folder()).on("rename", &fresh)?;
+        rename(&fresh, files.folder())?;
         sync_folder(&tier.instances())?;
     }
     Ok(Arc::new(instance))
@@ -215,11 +229,11 @@ fn adopt_cold(instance: &Instance, record: Option<&StateRecord>, cold: Option<&A
         if units.is_empty() {
             continue;
         }
-        if instance.layout.segment_bytes(segment) > 0 {
-            if let Err(error) = files.get(segment) {
-                tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");
-                continue;
-            }
+        if instance.layout.segment_bytes(segment) > 0
+            && let Err(error) = files.get(segment)
+        {
+            tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");
+            continue;
         }
         held.extend(units);
     }

@@ -1,7 +1,6 @@
 //! Deletion: units in batches, the manifest last, and nothing left (RFC, Delete and Ordinary Eviction). Files are
 //! unlinked, not emptied: a reader that still maps one keeps what it sees, and its bytes stay charged until it is done.
 
-use std::fs;
 use std::time::Duration;
 
 use ballast_schemas::frame::Tier;
@@ -12,7 +11,7 @@ use super::instance::Instance;
 use super::{NodeStore, lock};
 use crate::cold_tier::Progress;
 use crate::error::StoreError;
-use crate::folder::{OnPath, PathError, remove_folder, sync_folder};
+use crate::folder::{PathError, remove_folder, rename, sync_folder};
 use crate::memory_tier::instance_folder;
 
 /// Longest wait for the writers of an import that is being deleted.
@@ -196,8 +195,8 @@ fn remove_atomically(folder: &std::path::Path) -> Result<(), PathError> {
 }
 
 fn rename_if_there(from: &std::path::Path, to: &std::path::Path) -> Result<(), PathError> {
-    match fs::rename(from, to) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).on("rename", from),
+    match rename(from, to) {
+        Err(error) if error.source.kind() != std::io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
 }

@@ -17,7 +17,9 @@ use super::{NodeStore, lock};
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold_tier::Progress;
 use crate::error::{Mismatch, StoreError};
-use crate::folder::{OnPath, PathError, remove_folder, replace_file, space, sync_folder, write_file};
+use crate::folder::{
+    OnPath, PathError, create_folder, remove_folder, rename, replace_file, space, sync_folder, write_file,
+};
 use crate::guard::UnitStates;
 use crate::layout::{Extent, GroupLayout};
 use crate::memory_tier::instance_folder;
@@ -141,8 +143,7 @@ impl NodeStore {
             return Err(StoreError::on_tier(Tier::Memory, PathError::new("reserve memory in", &folder, source)));
         }
         let record = LayoutRecord { instance: id.clone(), session_id: session_id.clone(), unit_sizes: unit_sizes.to_vec() };
-        let made = std::fs::create_dir(&folder)
-            .on("create", &folder)
+        let made = create_folder(&folder)
             .and_then(|()| write_file(&folder.join(LAYOUT), &record::encode(&record), false));
         if let Err(error) = made {
             // What was made is no instance; the error that matters is the first one.
@@ -439,7 +440,7 @@ impl Instance {
             // An earlier attempt may have come this far; it holds no bytes.
             let made = remove_folder(cold.folder())
                 .and_then(|()| make_cold_folder(&fresh, &layout, &sealed, &cold_record(&state)))
-                .and_then(|()| std::fs::rename(&fresh, cold.folder()).on("rename", &fresh))
+                .and_then(|()| rename(&fresh, cold.folder()))
                 .and_then(|()| sync_folder(&tier.instances()));
             if let Err(error) = made {
                 // The error that matters is the first one; what is left is removed at the next start.
@@ -558,7 +559,7 @@ fn make_cold_folder(
     state: &StateRecord,
 ) -> Result<(), PathError> {
     remove_folder(fresh)?;
-    std::fs::create_dir(fresh).on("create", fresh)?;
+    create_folder(fresh)?;
     write_records(fresh, layout, sealed, state, true)?;
     sync_folder(fresh)
 }

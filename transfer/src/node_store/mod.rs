@@ -10,6 +10,8 @@ mod import;
 mod instance;
 mod reading;
 mod residency;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -23,7 +25,7 @@ pub use import::Allocated;
 pub(crate) use import::SealDocument;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
-use crate::budget::Usage;
+use crate::budget::{Charge, Usage};
 use crate::cold_tier::{ColdOptions, ColdReport, ColdTier, ColdTierError};
 use crate::error::StoreError;
 use crate::folder::PathError;
@@ -92,6 +94,8 @@ pub struct NodeStore {
     instances: RwLock<BTreeMap<InstanceId, Arc<Instance>>>,
     tombstones: Mutex<BTreeMap<InstanceId, LogPosition>>,
     adoption: Adoption,
+    /// Bytes of folders that could not be adopted and are kept.
+    _damaged: Vec<Charge>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -118,7 +122,7 @@ impl NodeStore {
             (Some(memory), Some(cold)) if memory != cold => return Err(OpenError::TwoClusters { memory, cold }),
             (memory, cold) => cold.or(memory),
         };
-        let (instances, adoption) = adoption::adopt(&memory, cold.as_ref())?;
+        let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref())?;
         Ok(Arc::new(Self {
             node: options.node.clone(),
             incarnation: incarnation.to_string(),
@@ -128,6 +132,7 @@ impl NodeStore {
             instances: RwLock::new(instances),
             tombstones: Mutex::default(),
             adoption,
+            _damaged: charges,
         }))
     }
 

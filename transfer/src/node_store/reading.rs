@@ -43,7 +43,8 @@ pub struct GrantedSegments {
 #[derive(Debug)]
 pub struct HotPiece {
     instance: Arc<Instance>,
-    segment: Arc<Segment>,
+    /// `None` for no bytes, which lie nowhere.
+    segment: Option<Arc<Segment>>,
     range: std::ops::Range<u64>,
     unit: u32,
 }
@@ -52,9 +53,10 @@ impl HotPiece {
     /// The bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
+        let Some(segment) = &self.segment else { return &[] };
         // SAFETY: a hot unit is never written again, and the guard that this holds keeps it from being freed. The range
         // was taken from the layout, so that it lies in the segment.
-        unsafe { self.segment.bytes(self.range.clone()) }.unwrap_or_default()
+        unsafe { segment.bytes(self.range.clone()) }.unwrap_or_default()
     }
 }
 
@@ -68,7 +70,8 @@ impl Drop for HotPiece {
 /// Bytes of a cold unit, read from disk.
 #[derive(Clone, Debug)]
 pub struct ColdPiece {
-    read: Arc<ColdBytes>,
+    /// `None` for no bytes, which lie nowhere.
+    read: Option<Arc<ColdBytes>>,
     range: std::ops::Range<usize>,
 }
 
@@ -76,7 +79,7 @@ impl ColdPiece {
     /// The bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        self.read.bytes().get(self.range.clone()).unwrap_or_default()
+        self.read.as_ref().and_then(|read| read.bytes().get(self.range.clone())).unwrap_or_default()
     }
 }
 
@@ -168,7 +171,10 @@ impl InstanceReader {
         if state.deleting {
             return Err(StoreError::Deleting { instance: self.instance.id.clone() });
         }
-        let Some(segment) = self.instance.memory.get(extent.segment) else { return Ok(None) };
+        let segment = self.instance.memory.get(extent.segment).filter(|_| range.bytes > 0);
+        if segment.is_none() && range.bytes > 0 {
+            return Ok(None);
+        }
         if !state.units.guard(range.unit) {
             return Ok(None);
         }
@@ -177,34 +183,48 @@ impl InstanceReader {
         Ok(Some(HotPiece { instance: self.instance.clone(), segment, range: range_in_segment, unit: range.unit }))
     }
 
-    /// Bytes from disk, for as many of the leading ranges as one disk read covers: one at least, and its neighbours when
-    /// they lie close behind it. Blocks for the disk.
-    ///
-    /// # Errors
-    /// When a range does not lie in its unit, the first is longer than [`InstanceReader::COLD_BYTES_MAX`] or not on
-    /// disk, the instance is being deleted, or the disk fails.
-    pub fn cold(&self, ranges: &[ReadRange]) -> Result<Vec<ColdPiece>, StoreError> {
-        let Some(first) = ranges.first() else { return Ok(Vec::new()) };
-        let (segment, start, mut end) = self.on_disk(first)?;
-        if end - start > Self::COLD_BYTES_MAX {
-            return Err(StoreError::Invalid(format!("{} bytes at once from disk", end - start)));
-        }
-        let mut places = vec![start..end];
+    /// How many of the leading ranges one disk read covers: one at least, and its neighbours when they are cold too and
+    /// lie close behind it. Zero only of none.
+    #[must_use]
+    pub fn one_read(&self, ranges: &[ReadRange]) -> usize {
+        let Some((segment, start, mut end)) = ranges.first().and_then(|first| self.on_disk(first).ok()) else {
+            return ranges.len().min(1);
+        };
+        let mut count = 1;
         for range in &ranges[1..] {
             let Ok((next_segment, next_start, next_end)) = self.on_disk(range) else { break };
             let close = next_segment == segment && next_start >= end && next_start - end <= GAP_BYTES_MAX;
-            if !close || next_end - start > Self::COLD_BYTES_MAX {
+            if !close || lock(&self.instance.state).units.hot().get(range.unit) || next_end - start > Self::COLD_BYTES_MAX {
                 break;
             }
             end = next_end;
-            places.push(next_start..next_end);
+            count += 1;
+        }
+        count
+    }
+
+    /// Bytes of ranges from disk, in one read: see [`InstanceReader::one_read`]. Blocks for the disk.
+    ///
+    /// # Errors
+    /// When a range does not lie in its unit, its unit is not on disk, together they are longer than
+    /// [`InstanceReader::COLD_BYTES_MAX`] or not in one segment, the instance is being deleted, or the disk fails.
+    pub fn cold(&self, ranges: &[ReadRange]) -> Result<Vec<ColdPiece>, StoreError> {
+        let places: Vec<(u32, u64, u64)> = ranges.iter().map(|range| self.on_disk(range)).collect::<Result<_, _>>()?;
+        let Some(&(segment, start, _)) = places.first() else { return Ok(Vec::new()) };
+        let end = places.iter().map(|place| place.2).max().unwrap_or(start);
+        let together = places.iter().all(|place| place.0 == segment && place.1 >= start);
+        if !together || end - start > Self::COLD_BYTES_MAX {
+            return Err(StoreError::Invalid(format!("{} ranges do not fit one read from disk", ranges.len())));
         }
         let (Some(tier), Some(files)) = (&self.cold, &self.instance.cold) else { return Err(StoreError::NoColdTier) };
-        let read = tier.read(files, segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-        let read = Arc::new(read);
-        let piece = |place: std::ops::Range<u64>| ColdPiece {
+        let read = match end > start {
+            true => Some(tier.read(files, segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?),
+            false => None,
+        };
+        let read = read.map(Arc::new);
+        let piece = |(_, first, last): (u32, u64, u64)| ColdPiece {
             read: read.clone(),
-            range: (place.start - start) as usize..(place.end - start) as usize,
+            range: (first - start) as usize..(last - start) as usize,
         };
         Ok(places.into_iter().map(piece).collect())
     }
@@ -262,11 +282,12 @@ impl InstanceReader {
         let mut grants = Vec::new();
         for segment in (0..instance.layout.segment_count()).filter(|&segment| instance.layout.segment_bytes(segment) > 0) {
             let bytes = instance.layout.segment_bytes(segment);
-            if memory && holds(state.units.hot(), segment) {
-                if let Some(open) = instance.memory.get(segment) {
-                    let Some(reader) = guarded(open.file(), &instance.memory_folder)? else { return Ok(None) };
-                    grants.push((SegmentGrant { segment, tier: Tier::Memory, bytes }, reader));
-                }
+            if memory
+                && holds(state.units.hot(), segment)
+                && let Some(open) = instance.memory.get(segment)
+            {
+                let Some(reader) = guarded(open.file(), &instance.memory_folder)? else { return Ok(None) };
+                grants.push((SegmentGrant { segment, tier: Tier::Memory, bytes }, reader));
             }
             if let Some(files) = instance.cold.as_ref().filter(|_| cold && holds(state.units.cold(), segment)) {
                 let file = files.get(segment).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;

@@ -134,10 +134,7 @@ impl NodeStore {
         let runs = instance.runs(&wanted);
         let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
         let checksum_of = |unit| sealed.checksum(unit);
-        let filled = instance
-            .take_room(&runs)
-            .map_err(ColdFailure::Path)
-            .and_then(|()| tier.fill(files, &instance.memory, &instance.layout, &runs, &checksum_of, &watch));
+        let filled = tier.fill(files, &instance.memory, &instance.layout, &runs, &checksum_of, &watch);
         let (bad, failure) = match filled {
             Ok(bad) => (bad, None),
             Err(failure) => (Vec::new(), Some(failure)),
@@ -188,11 +185,11 @@ impl NodeStore {
         {
             let mut state = lock(&instance.state);
             let before = state.units.clone();
-            if state.units.begin_release(&units)? {
-                if let Err(error) = instance.save_memory(&state) {
-                    state.units = before;
-                    return Err(error);
-                }
+            if state.units.begin_release(&units)?
+                && let Err(error) = instance.save_memory(&state)
+            {
+                state.units = before;
+                return Err(error);
             }
         }
         let deadline = Instant::now() + wait;
@@ -356,24 +353,13 @@ impl Instance {
         Ok(())
     }
 
-    /// Takes room in memory for runs, and faults it in.
-    fn take_room(&self, runs: &[crate::layout::Run]) -> Result<(), PathError> {
-        for run in runs.iter().filter(|run| !run.range.is_empty()) {
-            let segment = self.memory.get_or_create(run.segment)?;
-            segment.take_room(&run.range).on("reserve memory in", &self.memory_folder)?;
-            segment.fault_in(&run.range).on("reserve memory in", &self.memory_folder)?;
-        }
-        Ok(())
-    }
-
     /// Frees the room of units that never became hot: no reader was ever told of them.
     fn give_up(&self, units: &[u32]) {
         for run in self.runs(units) {
-            if let (Some(segment), false) = (self.memory.get(run.segment), run.range.is_empty()) {
-                if let Err(error) = punch(segment.file(), &run.range) {
-                    tracing::warn!(%error, "memory is not given back");
-                    return;
-                }
+            let Some(segment) = self.memory.get(run.segment) else { continue };
+            if let Err(error) = punch(segment.file(), &run.range) {
+                tracing::warn!(%error, "memory is not given back");
+                return;
             }
         }
         let mut state = lock(&self.state);
