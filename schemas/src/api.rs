@@ -116,8 +116,21 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
             Some(options) => serde_path_to_error::deserialize(options).map_err(|error| named("options", error))?,
             None => RequestOptions::default(),
         };
+        if let Some((name, _)) = fields.iter().find(|(_, value)| holds_list(value)) {
+            let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
+            return Err(BallastError::invalid(format!("the request body is wrong at `{name}`: it holds a list, and no verb takes one")));
+        }
         let body = serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
         Ok(Self { body, options })
+    }
+}
+
+/// Derived readers take a list for an object, field by position: `"policy": []` would be the default policy.
+fn holds_list(value: &serde_json::Value) -> bool {
+    match value {
+        serde_json::Value::Array(_) => true,
+        serde_json::Value::Object(fields) => fields.values().any(holds_list),
+        _ => false,
     }
 }
 
@@ -493,6 +506,9 @@ mod tests {
             let error = read(text).unwrap_err();
             assert!(error.message.contains(word), "{text}: {error}");
         }
+        let policy = r#"{"identity":{"namespace":"n","resource_id":"r","revision":"v","weight_generation":1},"policy":[],"expected_metadata_generation":1}"#;
+        let error = Request::<UpdatePolicyRequest>::from_json(policy.as_bytes()).unwrap_err();
+        assert!(error.message.contains("`policy`: it holds a list"), "{error}");
         assert!(read(&" ".repeat(2 << 20)).unwrap_err().message.contains("2097152"));
     }
 }

@@ -17,7 +17,10 @@ pub async fn get(context: &Context, args: GetArgs) -> Result<(), BallastError> {
     let options = GetOptions { progress: shown_progress(context.out, "get"), ..GetOptions::default() };
     let target = GetTarget::Directory { path: &args.to, overwrite: args.force };
     let report = tokio::select! {
-        report = context.store.weight_get(&identity, target, options) => report?,
+        report = context.store.weight_get(&identity, target, options) => report.map_err(|error| match error.code {
+            ErrorCode::Conflict if !args.force => BallastError { message: format!("{} (--force)", error.message), ..error },
+            _ => error,
+        })?,
         _ = tokio::signal::ctrl_c() => {
             // The read was dropped, which releases its lease in the background.
             tokio::time::sleep(std::time::Duration::from_millis(500)).await;
