@@ -85,7 +85,7 @@ pub enum PlanError {
     NotCanonical {
         /// The tensor.
         tensor: String,
-        /// Index of the region; one past the last when regions are missing.
+        /// Index of the region; past the last when one is missing.
         region: usize,
     },
 }

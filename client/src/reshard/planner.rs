@@ -63,21 +63,30 @@ impl Plan {
         let mut limits = Limits::default();
         limits.regions = limits.regions.max(self.regions.len() as u64 + 1);
         let expected = plan(source, target, &limits)?;
-        let differs = |region: usize| {
-            let at = expected.regions.get(region).or(self.regions.get(region));
-            let tensor =
-                at.and_then(|at| expected.tensors.get(at.tensor as usize)).map(|tensor| tensor.tensor_id.clone());
-            Err(PlanError::NotCanonical { tensor: tensor.unwrap_or_default(), region })
-        };
-        if let Some(region) = self.regions.iter().zip(&expected.regions).position(|(found, expected)| found != expected)
-        {
-            return differs(region);
+        let differs =
+            |tensor: u32, region: usize| Err(PlanError::NotCanonical { tensor: expected.name(tensor), region });
+        if let Some(at) = first_difference(&self.regions, &expected.regions) {
+            let region = expected.regions.get(at).or(self.regions.get(at));
+            return differs(region.map_or(0, |region| region.tensor), at);
+        }
+        if let Some(at) = first_difference(&self.sources, &expected.sources) {
+            let source = expected.sources.get(at).map_or(0, |source| source.tensor);
+            return differs(source, self.regions.iter().position(|region| region.source as usize == at).unwrap_or(0));
+        }
+        if let Some(at) = first_difference(&self.targets, &expected.targets) {
+            let target = expected.targets.get(at).map_or(0, |target| target.tensor);
+            return differs(target, self.regions.iter().position(|region| region.target as usize == at).unwrap_or(0));
         }
         if *self != expected {
-            return differs(self.regions.len().min(expected.regions.len()));
+            return differs(0, self.regions.len());
         }
         Ok(())
     }
+}
+
+fn first_difference<T: PartialEq>(found: &[T], expected: &[T]) -> Option<usize> {
+    let differs = found.iter().zip(expected).position(|(found, expected)| found != expected);
+    differs.or((found.len() != expected.len()).then(|| found.len().min(expected.len())))
 }
 
 /// The source, with what is the same for all tensors worked out.
