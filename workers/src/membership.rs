@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use async_nats::Client;
 use async_nats::connection::State as ConnectionState;
-use ballast_journal::{LastSeen, StreamOptions, Streams, open_streams};
+use ballast_journal::{LastSeen, OpenStreamsError, StreamOptions, Streams, open_streams};
 use ballast_schemas::{ErrorCode, InstanceId, InstanceStanding, NodeHello};
 use ballast_transfer::{NodeStore, StoreError, TokenGate, TokenKey};
 use tokio::sync::watch;
@@ -64,8 +64,12 @@ impl Membership {
                     tokio::time::sleep(RETRY_AFTER).await;
                 }
                 Err(error) => {
-                    waiting.note(&error.to_string());
-                    self.refuse(&error.to_string()).await;
+                    let reason = match &error {
+                        OpenStreamsError::OtherCluster { .. } => format!("{error}; {}", self.way_out()),
+                        _ => error.to_string(),
+                    };
+                    waiting.note(&reason);
+                    self.refuse(&reason).await;
                     tokio::time::sleep(REFUSED_RETRY_AFTER).await;
                 }
             }
@@ -85,6 +89,15 @@ impl Membership {
                 }
             }
         }
+    }
+
+    /// What the operator of a node with another cluster's bytes can do.
+    fn way_out(&self) -> String {
+        let memory = self.store.memory_report().folder.display().to_string();
+        let cold = self.store.cold_report().map(|cold| format!(" and {}", cold.folder.display())).unwrap_or_default();
+        format!(
+            "the bytes in {memory}{cold} are kept: start the node with other folders, or delete these if nobody needs them"
+        )
     }
 
     /// Says that the node serves, and stays a member for as long as it is polled.

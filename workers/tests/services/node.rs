@@ -302,7 +302,7 @@ async fn a_node_of_another_cluster_keeps_its_bytes_and_serves_nothing() {
     let other = Site::start(Clock::Real, ClusterConfig::default()).await;
     let mut node = Node::start_on(other.connect().await, "node-1", folders).await;
     let reason = node.does_not_serve().await;
-    assert!(reason.contains(site.streams.cluster_id().as_str()), "{reason}");
+    assert!(reason.contains(site.streams.cluster_id().as_str()) && reason.contains("other folders"), "{reason}");
     assert!(!node.is_empty());
     node.stop().await;
 }
