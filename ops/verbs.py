@@ -121,6 +121,8 @@ class Verbs:
                 return found
 
     def close(self):
+        if self.loop.is_closed():
+            return
         with contextlib.suppress(Exception):
             self.run(self.nc.close(), 5)
         self.loop.call_soon_threadsafe(self.loop.stop)

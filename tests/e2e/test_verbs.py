@@ -18,6 +18,7 @@ VERBS = {
 NUMBERS = {"INVALID_ARGUMENT": 1, "NOT_FOUND": 2, "CONFLICT": 3, "STALE_GENERATION": 4, "NOT_READY": 5, "BUSY": 6, "LEASE_EXPIRED": 7,
            "POLICY_UNSATISFIABLE": 10, "UNAVAILABLE": 11, "CAPACITY_EXHAUSTED": 14}
 DIGEST = "ab" * 32
+PAYLOAD = 12 * 64 * 1024
 
 
 def refused(verbs, code, verb, body, **options):
@@ -83,11 +84,13 @@ def test_a_published_revision_is_found_by_identity_and_in_lists(site, ready):
     assert (metadata["availability"], metadata["residency"], metadata["observed_hot_ppm"]) == ("READY", "HOT", 1_000_000)
     assert metadata["policy"] == {"preferred_residency": "HOT", "mixed_hot_ratio": 0.5, "migration_mode": "MANUAL"}
     assert metadata["manifest"]["key"] == f"weights/default/{ready['resource_id']}/main/1/manifest"
-    assert metadata["manifest"]["logical_bytes"] == 12 * 64 * 1024
-    assert metadata["manifest"]["affinity_count"] == 12
+    # The tensors, and a description of the file, so that it comes back byte for byte.
+    size = metadata["manifest"]["logical_bytes"]
+    assert PAYLOAD < size < PAYLOAD + 4096
+    assert metadata["manifest"]["affinity_count"] == 12 + 1
     assert view["active_lease_count"] == 0 and view["nearest_lease_expiry_ms"] is None
     assert view["watermark"] == 1
-    assert site.verbs.call("get_size", {"identity": ready})["logical_bytes"] == 12 * 64 * 1024
+    assert site.verbs.call("get_size", {"identity": ready})["logical_bytes"] == size
     page = site.verbs.call("list", {"resource_id": ready["resource_id"]})
     assert [revision["identity"]["resource_id"] for revision in page["revisions"]] == [ready["resource_id"]]
     assert page["next_page_token"] == ""
@@ -156,7 +159,7 @@ def test_a_policy_changes_under_its_fence_and_a_repeat_returns_the_same(site, re
     assert again["metadata_generation"] == generation + 1, "the repeat of a lost answer is no second change"
     other = {**policy, "mixed_hot_ratio": 0.75}
     error = refused(site.verbs, "STALE_GENERATION", "update_policy", {"identity": ready, "policy": other, "expected_metadata_generation": generation})
-    assert error.details["found"] == generation + 1 or str(generation + 1) in error.message
+    assert str(generation) in error.message and str(generation + 1) in error.message, "what was expected and what was found"
     error = refused(site.verbs, "POLICY_UNSATISFIABLE", "migrate", {"identity": ready, "target": "COLD", "expected_metadata_generation": generation + 1})
     assert "PINNED" in error.message
 
@@ -240,7 +243,7 @@ def test_a_hot_ratio_is_met_by_whole_tensors(site, ready):
     operation = site.verbs.call("migrate", {"identity": ready, "target": "MIXED", "mixed_hot_ratio": 0.25, "expected_metadata_generation": generation})["operation"]
     assert operation["target_hot_ratio"] == 0.25
     assert site.operation_ends(operation["operation_id"])["status"] == "SUCCEEDED"
-    assert site.verbs.metadata(ready)["observed_hot_ppm"] == 250_000, "3 of 12 equal tensors"
+    assert abs(site.verbs.metadata(ready)["observed_hot_ppm"] - 250_000) < 2000, "3 of 12 equal tensors; the header is small"
 
 
 def test_a_stale_migration_is_refused_and_begins_nothing(site, ready, unchanged):
