@@ -13,13 +13,14 @@ use ballast_schemas::frame::{
     DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, Description, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request,
     RequestHeader, Response, ResponseHeader, SourceRange,
 };
-use ballast_schemas::{AffinityIndex, BallastError, Digest, ErrorCode, NodeEndpoint, NodeId, Receipt};
+use ballast_schemas::{AffinityIndex, BallastError, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::layout::{GroupLayout, LayoutError};
-use crate::mapped::{MapError, MappedInstance};
+use crate::layout::GroupLayout;
+use crate::mapped::MappedInstance;
 use crate::node_store::Allocated;
+use crate::transfer_error::TransferError;
 use crate::wire::{Socket, Wire, WireError};
 
 /// Bytes of one `Write` frame.
@@ -67,86 +68,6 @@ impl Default for ConnectOptions {
     }
 }
 
-/// Why a transfer failed.
-#[derive(Debug, thiserror::Error)]
-pub enum TransferError {
-    /// The node refused, and says why. The connection can be used further.
-    #[error(transparent)]
-    Refused(#[from] BallastError),
-    /// The node could not be reached on any way tried.
-    #[error("node {node} can not be reached: {tried}")]
-    Unreachable {
-        /// The node.
-        node: NodeId,
-        /// What was tried, and how it failed.
-        tried: String,
-    },
-    /// The connection broke or stalled; whether the last request was carried out is not known.
-    #[error("the connection to node {node} broke: {reason}")]
-    Broken {
-        /// The node.
-        node: NodeId,
-        /// How.
-        reason: String,
-    },
-    /// The node answered something that does not belong to the request.
-    #[error("node {node} breaks the transfer protocol: {reason}")]
-    Protocol {
-        /// The node.
-        node: NodeId,
-        /// How.
-        reason: String,
-    },
-    /// The source of an upload can not be read.
-    #[error("the source can not be read at byte {offset}: {source}")]
-    Source {
-        /// Where.
-        offset: u64,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// The sizes have no layout.
-    #[error(transparent)]
-    Layout(#[from] LayoutError),
-    /// Mapped segments can not be used.
-    #[error(transparent)]
-    Map(#[from] MapError),
-}
-
-impl TransferError {
-    /// The code that a caller sees.
-    #[must_use]
-    pub fn code(&self) -> ErrorCode {
-        match self {
-            Self::Refused(error) => error.code,
-            Self::Unreachable { .. } | Self::Broken { .. } | Self::Protocol { .. } => ErrorCode::Unavailable,
-            Self::Source { .. } | Self::Layout(_) => ErrorCode::InvalidArgument,
-            Self::Map(error) => error.code(),
-        }
-    }
-
-    /// Whether another replica, or the same node a little later, may do better.
-    #[must_use]
-    pub fn is_retryable(&self) -> bool {
-        matches!(self.code(), ErrorCode::Unavailable | ErrorCode::Busy | ErrorCode::NotReady)
-    }
-
-    /// Whether the last request may have been carried out although it failed.
-    #[must_use]
-    pub fn outcome_unknown(&self) -> bool {
-        matches!(self, Self::Broken { .. } | Self::Protocol { .. })
-    }
-}
-
-impl From<TransferError> for BallastError {
-    fn from(error: TransferError) -> Self {
-        match error {
-            TransferError::Refused(error) => error,
-            other => BallastError::new(other.code(), other.to_string()),
-        }
-    }
-}
-
 /// The id of this host: equal ids of node and client mean that the node's Unix socket may be reachable.
 ///
 /// # Errors
@@ -161,6 +82,8 @@ pub struct NodeConnection {
     wire: Wire,
     hello: HelloReply,
     options: ConnectOptions,
+    /// Answers that are still to come. More than none between two calls means that one was dropped half-way.
+    outstanding: u32,
 }
 
 impl NodeConnection {
@@ -168,7 +91,11 @@ impl NodeConnection {
     ///
     /// # Errors
     /// When no way leads to the node, it refuses the token, or it is another node than expected.
-    pub async fn connect(endpoint: &NodeEndpoint, token: &str, options: &ConnectOptions) -> Result<Self, TransferError> {
+    pub async fn connect(
+        endpoint: &NodeEndpoint,
+        token: &str,
+        options: &ConnectOptions,
+    ) -> Result<Self, TransferError> {
         let node = &endpoint.node;
         let mut tried = Vec::new();
         let same_host = host_id().is_ok_and(|host| host == endpoint.host_id);
@@ -179,7 +106,13 @@ impl NodeConnection {
         });
         if let Some(path) = unix {
             match in_time(options.stall, UnixStream::connect(PathBuf::from(path))).await {
-                Ok(socket) => return Self::greet(Socket::Unix(socket), node, token, options).await,
+                Ok(socket) => match Self::greet(Socket::Unix(socket), node, token, options).await {
+                    // The node has spoken, or there is no other way.
+                    Err(error) if options.route == Route::Best && !matches!(error, TransferError::Refused(_)) => {
+                        tried.push(format!("{path}: {error}"));
+                    }
+                    greeted => return greeted,
+                },
                 Err(error) => tried.push(format!("{path}: {error}")),
             }
         }
@@ -197,7 +130,12 @@ impl NodeConnection {
         Err(TransferError::Unreachable { node: node.clone(), tried })
     }
 
-    async fn greet(socket: Socket, node: &NodeId, token: &str, options: &ConnectOptions) -> Result<Self, TransferError> {
+    async fn greet(
+        socket: Socket,
+        node: &NodeId,
+        token: &str,
+        options: &ConnectOptions,
+    ) -> Result<Self, TransferError> {
         let wire = Wire::new(socket, options.stall);
         let broken = |error: WireError| TransferError::Broken { node: node.clone(), reason: error.to_string() };
         let protocol = |reason: String| TransferError::Protocol { node: node.clone(), reason };
@@ -206,7 +144,9 @@ impl NodeConnection {
         wire.write_frame(&RequestHeader { payload_bytes: 0, descriptors: 0, body }, &[], &[]).await.map_err(broken)?;
         let header: ResponseHeader = wire.read_header(options.stall).await.map_err(broken)?;
         match header.body {
-            Response::Hello(hello) if hello.node == *node => Ok(Self { wire, hello, options: options.clone() }),
+            Response::Hello(hello) if hello.node == *node => {
+                Ok(Self { wire, hello, options: options.clone(), outstanding: 0 })
+            }
             Response::Hello(hello) => Err(protocol(format!("node {} answers there", hello.node))),
             Response::Error(error) => Err(error.into()),
             other => Err(protocol(format!("unexpected answer to hello: {}", name(&other)))),
@@ -223,6 +163,12 @@ impl NodeConnection {
     #[must_use]
     pub fn transport(&self) -> Transport {
         if self.wire.is_unix() { Transport::Unix } else { Transport::Tcp }
+    }
+
+    /// Whether the connection can take another call: not after it broke, or a call was dropped half-way.
+    #[must_use]
+    pub fn is_usable(&self) -> bool {
+        self.outstanding == 0
     }
 
     /// Goes on under a newer token for the same instance.
@@ -259,6 +205,7 @@ impl NodeConnection {
     /// # Errors
     /// When the node refuses, or the connection breaks; some of the bytes may be written then.
     pub async fn write(&mut self, unit: u32, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+        self.check_usable()?;
         let mut ahead = 0;
         let mut failure = None;
         for (index, piece) in bytes.chunks(WRITE_BYTES as usize).enumerate() {
@@ -311,31 +258,39 @@ impl NodeConnection {
             }
             return Ok(());
         }
+        self.check_usable()?;
         let failed = |offset, source| TransferError::Source { offset, source };
         let source = Arc::new(File::from(source.try_clone_to_owned().map_err(|error| failed(0, error))?));
         let mut ahead = std::collections::VecDeque::new();
-        let mut failure = None;
+        let mut failure: Option<TransferError> = None;
         let mut pieces = ranges.iter().flat_map(|range| split(range, WRITE_BYTES));
         loop {
+            // After a failure nothing more is sent, but the answers under way are still read.
             let piece = if failure.is_none() { pieces.next() } else { None };
             if let Some(piece) = &piece {
                 let (file, offset) = (source.clone(), piece.source_offset);
                 let mut buffer = vec![0; piece.bytes as usize];
-                let read = tokio::task::spawn_blocking(move || file.read_exact_at(&mut buffer, offset).map(|()| buffer));
-                let read = read.await.map_err(|error| failed(offset, std::io::Error::other(error)))?;
-                let buffer = read.map_err(|error| failed(offset, error))?;
-                self.send(Request::Write { unit: piece.unit, offset: piece.unit_offset }, &[&buffer], &[]).await?;
-                ahead.push_back(piece.bytes);
+                let read =
+                    tokio::task::spawn_blocking(move || file.read_exact_at(&mut buffer, offset).map(|()| buffer));
+                match read.await.unwrap_or_else(|error| Err(std::io::Error::other(error))) {
+                    Ok(buffer) => {
+                        let body = Request::Write { unit: piece.unit, offset: piece.unit_offset };
+                        self.send(body, &[&buffer], &[]).await?;
+                        ahead.push_back(piece.bytes);
+                    }
+                    Err(error) => failure = Some(failed(offset, error)),
+                }
             }
             if ahead.len() > WRITES_AHEAD || piece.is_none() {
-                let Some(bytes) = ahead.pop_front() else { break };
-                match self.written(self.options.stall).await? {
-                    None => progress(bytes),
-                    Some(error) => failure = failure.or(Some(error)),
+                match ahead.pop_front() {
+                    None => return failure.map_or(Ok(()), Err),
+                    Some(bytes) => match self.written(self.options.stall).await? {
+                        None => progress(bytes),
+                        Some(error) => failure = failure.or(Some(error.into())),
+                    },
                 }
             }
         }
-        failure.map_or(Ok(()), |error| Err(error.into()))
     }
 
     /// Ends the import: the node checks every unit against the manifest.
@@ -390,7 +345,12 @@ impl NodeConnection {
             self.wire.read_exact(&mut document[have..]).await.map_err(|error| broken(&self.hello.node, &error))?;
         }
         let found = Digest::of(&document);
-        if found == sha256 { Ok(document.into()) } else { Err(self.protocol(format!("a document {found} instead of {sha256}"))) }
+        self.outstanding -= 1;
+        if found == sha256 {
+            Ok(document.into())
+        } else {
+            Err(self.protocol(format!("a document {found} instead of {sha256}")))
+        }
     }
 
     /// Reads ranges into buffers of the same lengths, in order.
@@ -398,10 +358,12 @@ impl NodeConnection {
     /// # Errors
     /// When the node refuses or the connection breaks. Bytes in the buffers mean nothing then, also where they are filled.
     pub async fn read_ranges(&mut self, ranges: &[ReadRange], buffers: &mut [&mut [u8]]) -> Result<(), TransferError> {
-        let fits = ranges.len() == buffers.len() && ranges.iter().zip(&*buffers).all(|(r, b)| r.bytes == b.len() as u64);
+        let fits =
+            ranges.len() == buffers.len() && ranges.iter().zip(&*buffers).all(|(r, b)| r.bytes == b.len() as u64);
         if !fits {
             return Err(BallastError::invalid("every range needs a buffer of its length").into());
         }
+        self.check_usable()?;
         for (ranges, buffers) in ranges.chunks(RANGES_MAX).zip(buffers.chunks_mut(RANGES_MAX)) {
             self.send(Request::ReadRanges { ranges: ranges.to_vec() }, &[], &[]).await?;
             self.receive_ranges(buffers).await?;
@@ -445,12 +407,16 @@ impl NodeConnection {
     /// # Errors
     /// When the connection is no Unix socket, the layout is not the node's, the node refuses, or mapping fails.
     pub async fn map(&mut self, layout: Arc<GroupLayout>) -> Result<MappedInstance, TransferError> {
+        self.check_usable()?;
         let mut segments = Vec::new();
         self.send(Request::MapSegments { memory: true, cold: true }, &[], &[]).await?;
         loop {
             let header = self.answer(self.options.stall).await?;
-            let Response::Segments { grants, holdings } = header.body else { return Err(self.unexpected(&header.body)) };
-            let descriptors = self.wire.take_descriptors(header.descriptors).map_err(|e| broken(&self.hello.node, &e))?;
+            let Response::Segments { grants, holdings } = header.body else {
+                return Err(self.unexpected(&header.body));
+            };
+            let descriptors =
+                self.wire.take_descriptors(header.descriptors).map_err(|e| broken(&self.hello.node, &e))?;
             if descriptors.len() != grants.len() {
                 return Err(self.protocol(format!("{} descriptors for {} segments", descriptors.len(), grants.len())));
             }
@@ -468,6 +434,7 @@ impl NodeConnection {
         descriptors: &[BorrowedFd<'_>],
         wait: Duration,
     ) -> Result<ResponseHeader, TransferError> {
+        self.check_usable()?;
         self.send(body, payload, descriptors).await?;
         self.answer(wait).await
     }
@@ -480,14 +447,33 @@ impl NodeConnection {
     ) -> Result<(), TransferError> {
         let payload_bytes = payload.iter().map(|piece| piece.len() as u64).sum();
         let header = RequestHeader { payload_bytes, descriptors: descriptors.len() as u32, body };
+        self.outstanding += 1;
         self.wire.write_frame(&header, payload, descriptors).await.map_err(|error| broken(&self.hello.node, &error))
     }
 
     async fn answer(&mut self, wait: Duration) -> Result<ResponseHeader, TransferError> {
-        let header: ResponseHeader = self.wire.read_header(wait).await.map_err(|error| broken(&self.hello.node, &error))?;
+        let header: ResponseHeader =
+            self.wire.read_header(wait).await.map_err(|error| broken(&self.hello.node, &error))?;
+        // What is followed by more counts as answered when that has been read too.
+        if !matches!(
+            header.body,
+            Response::Data | Response::Document { .. } | Response::Segments { holdings: None, .. }
+        ) {
+            self.outstanding = self.outstanding.saturating_sub(1);
+        }
         match header.body {
             Response::Error(error) => Err(error.into()),
             _ => Ok(header),
+        }
+    }
+
+    fn check_usable(&self) -> Result<(), TransferError> {
+        match self.is_usable() {
+            true => Ok(()),
+            false => {
+                let reason = "an earlier call broke or was dropped half-way; connect again".to_owned();
+                Err(TransferError::Broken { node: self.hello.node.clone(), reason })
+            }
         }
     }
 

@@ -77,7 +77,7 @@ impl Answer {
         Self { tag, done: Some(done) }
     }
 
-    fn send(mut self, memory: IoMemory, result: io::Result<()>) {
+    pub(crate) fn send(mut self, memory: IoMemory, result: io::Result<()>) {
         if let Some(done) = self.done.take() {
             // Whoever asked may have given up: then nobody misses the answer.
             let _ = done.send(IoDone { tag: self.tag, memory: Some(memory), result });
@@ -170,9 +170,11 @@ impl PositionedEngine {
         let mut engine = Self { why, requests: Some(requests), threads: Vec::new() };
         for number in 0..POSITIONED_THREADS {
             let queue = queue.clone();
-            let thread = std::thread::Builder::new()
-                .name(format!("cold-io-{number}"))
-                .spawn(move || while let Some(request) = next(&queue) { serve(request) })?;
+            let thread = std::thread::Builder::new().name(format!("cold-io-{number}")).spawn(move || {
+                while let Some(request) = next(&queue) {
+                    serve(request)
+                }
+            })?;
             engine.threads.push(thread);
         }
         Ok(engine)
@@ -319,12 +321,7 @@ mod uring {
         }
     }
 
-    async fn serve(
-        kind: IoKind,
-        file: &std::fs::File,
-        offset: u64,
-        memory: IoMemory,
-    ) -> (io::Result<()>, IoMemory) {
+    async fn serve(kind: IoKind, file: &std::fs::File, offset: u64, memory: IoMemory) -> (io::Result<()>, IoMemory) {
         match file.try_clone() {
             Ok(file) => {
                 let file = File::from_std(file);
@@ -350,7 +347,8 @@ mod uring {
             memory = piece.memory;
             match result {
                 Ok(0) => {
-                    let kind = if kind == IoKind::Read { io::ErrorKind::UnexpectedEof } else { io::ErrorKind::WriteZero };
+                    let kind =
+                        if kind == IoKind::Read { io::ErrorKind::UnexpectedEof } else { io::ErrorKind::WriteZero };
                     return (Err(kind.into()), memory);
                 }
                 Ok(bytes) => moved += bytes,

@@ -3,27 +3,29 @@
 //! and checksums; which units are cold is the node store's matter.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_schemas::frame::Tier;
 use ballast_schemas::{ClusterId, NodeId};
-use rustix::fs::{Advice, OFlags};
+use rustix::fs::Advice;
 use uuid::Uuid;
 
 use crate::budget::{Budget, CapacityExhausted, Charge, Usage};
-use crate::checksum::RunningChecksum;
-use crate::cold_engine::{Answer, ColdEngine, EngineChoice, IoDone, IoKind, IoMemory, IoRequest, start};
+use crate::cold_engine::{Answer, ColdEngine, EngineChoice, IoDone, IoKind, IoMemory, IoRequest};
+use crate::cold_files::{ColdSegments, probe_direct};
 use crate::error::Mismatch;
-use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, space, sync_folder, used_bytes};
+use crate::folder::{
+    Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, space, sync_folder, used_bytes,
+};
 use crate::layout::{GroupLayout, Run, UNIT_ALIGN_BYTES};
-use crate::memory_tier::{MemorySegments, segment_file};
+use crate::memory_tier::MemorySegments;
 use crate::segment::{Mapping, take_room};
+use crate::unit_check::UnitCheck;
 
 const FLAG: &str = "--cold";
 /// Bytes of one read or write: large enough for the disk, small enough to stay in a core's cache for its checksum.
@@ -154,8 +156,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ColdTier {
-    /// Opens the tier and takes its folder for this process.
-    pub(crate) fn open(options: &ColdOptions, node: &NodeId, incarnation: Uuid) -> Result<Self, ColdTierError> {
+    /// Opens the tier and takes its folder for this process. `start` starts the engine.
+    pub(crate) fn open(
+        options: &ColdOptions,
+        node: &NodeId,
+        incarnation: Uuid,
+        start: impl Fn(EngineChoice) -> io::Result<Box<dyn ColdEngine>>,
+    ) -> Result<Self, ColdTierError> {
         let path = &options.folder;
         let folder = Folder::open(FolderOptions { what: "cold", flag: FLAG, path, durable: true }, node, incarnation)?;
         let direct = probe_direct(path)?;
@@ -301,7 +308,12 @@ impl ColdTier {
     }
 
     /// Reads at most [`ColdTier::READ_BYTES_MAX`] bytes of a segment into a buffer.
-    pub(crate) fn read(self: &Arc<Self>, files: &ColdSegments, segment: u32, range: Range<u64>) -> Result<ColdBytes, PathError> {
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        files: &ColdSegments,
+        segment: u32,
+        range: Range<u64>,
+    ) -> Result<ColdBytes, PathError> {
         let aligned = range.start / UNIT_ALIGN_BYTES * UNIT_ALIGN_BYTES..range.end.next_multiple_of(UNIT_ALIGN_BYTES);
         let bytes = aligned.end - aligned.start;
         let path = files.path(segment);
@@ -465,207 +477,4 @@ fn memory_at(memory: &MemorySegments, chunk: &Chunk) -> io::Result<IoMemory> {
     let bytes = (chunk.range.end - chunk.range.start) as usize;
     // SAFETY: the mapping lives as long as the segment, and the callers of `write` and `fill` answer for the rest.
     Ok(unsafe { IoMemory::new(start, bytes, segment) })
-}
-
-/// Checks units against their checksums while their bytes come by in order, padding included.
-struct UnitCheck<'a> {
-    units: std::iter::Peekable<std::vec::IntoIter<(u32, u64, u64)>>,
-    checksum_of: &'a dyn Fn(u32) -> u64,
-    running: RunningChecksum,
-    /// Padding bytes of the last unit still to come.
-    padding: u64,
-    mismatches: Vec<Mismatch>,
-}
-
-impl<'a> UnitCheck<'a> {
-    fn new(layout: &GroupLayout, runs: &[Run], checksum_of: &'a dyn Fn(u32) -> u64) -> Self {
-        let units: Vec<_> = runs
-            .iter()
-            .flat_map(|run| run.units.iter())
-            .filter_map(|&unit| layout.extent(unit).map(|extent| (unit, extent.bytes, extent.padded_bytes())))
-            .collect();
-        Self {
-            units: units.into_iter().peekable(),
-            checksum_of,
-            running: RunningChecksum::default(),
-            padding: 0,
-            mismatches: Vec::new(),
-        }
-    }
-
-    fn take(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            if self.padding > 0 {
-                let skip = (bytes.len() as u64).min(self.padding);
-                self.padding -= skip;
-                bytes = &bytes[skip as usize..];
-                continue;
-            }
-            let Some(&(_, size, _)) = self.units.peek() else { return };
-            let take = (size - self.running.bytes()).min(bytes.len() as u64) as usize;
-            self.running.update(&bytes[..take]);
-            bytes = &bytes[take..];
-            if self.running.bytes() == size {
-                self.close();
-            }
-        }
-    }
-
-    /// Ends the unit at the front.
-    fn close(&mut self) {
-        let Some((unit, size, padded)) = self.units.next() else { return };
-        let (expected, found) = ((self.checksum_of)(unit), self.running.value());
-        if found != expected || self.running.bytes() != size {
-            self.mismatches.push(Mismatch { unit, expected, found });
-        }
-        self.running = RunningChecksum::default();
-        self.padding = padded - size;
-    }
-
-    fn finish(mut self) -> Vec<Mismatch> {
-        // Units of no bytes at the end, and any whose bytes did not come.
-        while self.units.peek().is_some() {
-            self.close();
-        }
-        self.mismatches
-    }
-}
-
-/// Whether the file system takes `O_DIRECT` with page-aligned writes.
-fn probe_direct(path: &Path) -> Result<bool, PathError> {
-    let probe = path.join("probe");
-    let opened = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .custom_flags(OFlags::DIRECT.bits() as i32)
-        .open(&probe);
-    let answer = match opened {
-        Ok(file) => {
-            let page = Mapping::anonymous(UNIT_ALIGN_BYTES).on("get a buffer for", &probe)?;
-            // SAFETY: the mapping was just made and is known here alone.
-            let bytes = unsafe { page.bytes(0..UNIT_ALIGN_BYTES) }.on("read a buffer for", &probe)?;
-            match std::os::unix::fs::FileExt::write_all_at(&file, bytes, 0) {
-                Ok(()) => Ok(true),
-                Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
-                Err(error) => Err(PathError::new("write", &probe, error)),
-            }
-        }
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
-        Err(error) => Err(PathError::new("create", &probe, error)),
-    };
-    remove_file(&probe)?;
-    answer
-}
-
-/// The segments of one instance on disk.
-#[derive(Debug)]
-pub(crate) struct ColdSegments {
-    folder: PathBuf,
-    layout: Arc<GroupLayout>,
-    direct: bool,
-    open: Mutex<BTreeMap<u32, Arc<File>>>,
-}
-
-impl ColdSegments {
-    /// The segments in an instance's folder; files are opened or made when they are first needed.
-    pub(crate) fn new(folder: PathBuf, layout: Arc<GroupLayout>, direct: bool) -> Self {
-        Self { folder, layout, direct, open: Mutex::default() }
-    }
-
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
-    }
-
-    pub(crate) fn path(&self, segment: u32) -> PathBuf {
-        self.folder.join(segment_file(segment))
-    }
-
-    /// A segment's file, which must be there with the layout's length.
-    pub(crate) fn get(&self, segment: u32) -> Result<Arc<File>, PathError> {
-        self.open_file(segment, false)
-    }
-
-    /// A segment's file, made when there is none.
-    pub(crate) fn get_or_create(&self, segment: u32) -> Result<Arc<File>, PathError> {
-        self.open_file(segment, true)
-    }
-
-    fn open_file(&self, segment: u32, create: bool) -> Result<Arc<File>, PathError> {
-        let path = self.path(segment);
-        let expected = self.layout.segment_bytes(segment);
-        let mut open = lock(&self.open);
-        let file = match open.get(&segment) {
-            Some(file) => file.clone(),
-            None => {
-                let mut options = OpenOptions::new();
-                options.read(true).write(true).create(create).mode(0o600);
-                if self.direct {
-                    options.custom_flags(OFlags::DIRECT.bits() as i32);
-                }
-                let file = Arc::new(options.open(&path).on("open", &path)?);
-                open.insert(segment, file.clone());
-                file
-            }
-        };
-        let found = file.metadata().on("look at", &path)?.len();
-        if found != expected && create && found == 0 {
-            file.set_len(expected).on("size", &path)?;
-        } else if found != expected {
-            let error = io::Error::new(io::ErrorKind::InvalidData, format!("{found} bytes, expected {expected}"));
-            return Err(PathError::new("use", &path, error));
-        }
-        Ok(file)
-    }
-
-    /// When the file's content or status last changed, to the nanosecond; `None` when it can not be had.
-    pub(crate) fn change_time(&self, segment: u32) -> Option<(i64, i64)> {
-        let file = self.get(segment).ok()?;
-        let metadata = file.metadata().ok()?;
-        Some((metadata.ctime(), metadata.ctime_nsec()))
-    }
-
-    /// Removes a segment's file. Descriptors that were handed out stay readable.
-    pub(crate) fn unlink(&self, segment: u32) -> Result<(), PathError> {
-        lock(&self.open).remove(&segment);
-        remove_file(&self.path(segment))
-    }
-
-    /// Forgets every open file, before the folder is removed.
-    pub(crate) fn forget_all(&self) {
-        lock(&self.open).clear();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::checksum::checksum;
-
-    #[test]
-    fn units_are_checked_wherever_the_chunks_break() {
-        let sizes = [10, 0, 4096, 5000, 0];
-        let layout = GroupLayout::new(&sizes).unwrap();
-        let mut segment = vec![0; layout.segment_bytes(0) as usize];
-        for (unit, extent) in layout.extents().iter().enumerate() {
-            segment[extent.offset as usize..(extent.offset + extent.bytes) as usize].fill(unit as u8 + 1);
-        }
-        let sums: Vec<u64> = (0..5_u32).map(|unit| checksum(&vec![unit as u8 + 1; sizes[unit as usize] as usize])).collect();
-        let checksum_of = |unit: u32| sums[unit as usize];
-        let runs = layout.runs(0..5);
-        for chunk_bytes in [1, 7, 4096, 5001, 100_000] {
-            let mut check = UnitCheck::new(&layout, &runs, &checksum_of);
-            segment.chunks(chunk_bytes).for_each(|chunk| check.take(chunk));
-            assert_eq!(check.finish(), [], "chunks of {chunk_bytes}");
-        }
-        segment[4096] ^= 1;
-        let mut check = UnitCheck::new(&layout, &runs, &checksum_of);
-        check.take(&segment);
-        let wrong: Vec<u32> = check.finish().iter().map(|mismatch| mismatch.unit).collect();
-        assert_eq!(wrong, [2]);
-        let mut check = UnitCheck::new(&layout, &runs, &checksum_of);
-        check.take(&segment[..4096]);
-        let wrong: Vec<u32> = check.finish().iter().map(|mismatch| mismatch.unit).collect();
-        assert_eq!(wrong, [2, 3], "bytes that did not come are a mismatch");
-    }
 }

@@ -194,13 +194,8 @@ impl Folder {
             _ => PathError::new("write in", path, source).into(),
         };
         let lock_path = path.join(LOCK);
-        let mut lock = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&lock_path)
-            .map_err(refused)?;
+        let mut lock =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&lock_path).map_err(refused)?;
         if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             let mut pid = String::new();
             // The number is a courtesy: without it the error still says what to do.

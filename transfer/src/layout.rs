@@ -127,12 +127,7 @@ impl GroupLayout {
             extents.push(Extent { segment: segment as u32, offset: segments[segment], bytes });
             segments[segment] += padded;
         }
-        Ok(Self {
-            extents: extents.into(),
-            segments: segments.into(),
-            bytes: total,
-            digest: digest_of(unit_sizes),
-        })
+        Ok(Self { extents: extents.into(), segments: segments.into(), bytes: total, digest: digest_of(unit_sizes) })
     }
 
     /// SHA-256 of the rule and the sizes as text: equal digests mean equal layouts.

@@ -5,6 +5,7 @@ mod budget;
 mod checksum;
 mod client_end;
 mod cold_engine;
+mod cold_files;
 mod cold_tier;
 mod error;
 mod folder;
@@ -23,25 +24,26 @@ mod server;
 mod testing;
 mod tmpfs;
 mod token;
+mod transfer_error;
+mod unit_check;
 mod wire;
 
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
 pub use checksum::{RunningChecksum, checksum};
+pub use client_end::{ConnectOptions, NodeConnection, Route, Transport, host_id, read_ranges_side_by_side};
 pub use cold_engine::EngineChoice;
 pub use cold_tier::{ColdOptions, ColdReport, ColdTierError, Progress};
 pub use error::{Mismatch, StoreError};
-pub use memory_tier::{HugePages, MemoryOptions, MemoryReport, MemoryTierError};
 pub use folder::{FolderError, FolderIdentity, PathError, Space};
 pub use guard::{FenceRefused, FenceStep, NoWitness, UnitStates, check_fence};
 pub use layout::{Extent, GroupLayout, LayoutError, Run, SEGMENT_BYTES_MAX, UNIT_ALIGN_BYTES};
+pub use mapped::{MapError, MappedInstance, UnitView};
+pub use memory_tier::{HugePages, MemoryOptions, MemoryReport, MemoryTierError};
 pub use node_store::{
-    Adoption, Allocated, ColdPiece, DamagedFolder, GrantedSegments, HotPiece, InstanceReader, NodeStore, NodeStoreOptions,
-    NodeUsage, OpenError,
+    Adoption, Allocated, ColdPiece, DamagedFolder, GrantedSegments, HotPiece, InstanceReader, NodeStore,
+    NodeStoreOptions, NodeUsage, OpenError,
 };
 pub use record::RecordError;
-pub use client_end::{
-    ConnectOptions, NodeConnection, Route, TransferError, Transport, host_id, read_ranges_side_by_side,
-};
-pub use mapped::{MapError, MappedInstance, UnitView};
 pub use server::{BindError, DataPlane, DataPlaneOptions};
 pub use token::{TOKEN_KEY_BYTES, TOKEN_LEEWAY_MS, TokenError, TokenGate, TokenKey, TokenKeyError};
+pub use transfer_error::TransferError;

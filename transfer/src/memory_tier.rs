@@ -11,7 +11,10 @@ use ballast_schemas::{InstanceId, NodeId};
 use uuid::Uuid;
 
 use crate::budget::{Budget, CapacityExhausted, Charge, Usage};
-use crate::folder::{Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, remove_folder, space, used_bytes};
+use crate::folder::{
+    Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, remove_file, remove_folder, space,
+    used_bytes,
+};
 use crate::layout::GroupLayout;
 use crate::segment::{Segment, lock_out_readers};
 use crate::tmpfs;
@@ -376,7 +379,11 @@ mod tests {
     }
 
     fn open(folder: &Path, budget_bytes: u64, huge_pages: HugePages) -> Result<MemoryTier, MemoryTierError> {
-        MemoryTier::open(&MemoryOptions { folder: folder.to_owned(), budget_bytes, huge_pages }, &node(), Uuid::new_v4())
+        MemoryTier::open(
+            &MemoryOptions { folder: folder.to_owned(), budget_bytes, huge_pages },
+            &node(),
+            Uuid::new_v4(),
+        )
     }
 
     #[test]

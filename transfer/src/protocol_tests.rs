@@ -22,6 +22,7 @@ use crate::node_store::NodeStore;
 use crate::server::{DataPlane, DataPlaneOptions};
 use crate::testing::*;
 use crate::token::{TokenGate, TokenKey, now_unix_ms};
+use crate::transfer_error::TransferError;
 use crate::wire::{Socket, Wire};
 
 const SIZES: [u64; 4] = [10_000, 3 << 20, 1, 70_000];
@@ -44,7 +45,10 @@ fn named(number: u64) -> InstanceId {
 }
 
 fn manifest(sizes: &[u64]) -> Manifest {
-    let tensors = sizes.iter().enumerate().map(|(unit, &bytes)| Tensor::plain(format!("t{unit:06}"), "U8", 1, vec![bytes]).into());
+    let tensors = sizes
+        .iter()
+        .enumerate()
+        .map(|(unit, &bytes)| Tensor::plain(format!("t{unit:06}"), "U8", 1, vec![bytes]).into());
     let plan = ManifestPlan::new(&identity(), tensors.collect(), Vec::new()).unwrap();
     assert_eq!(plan.extents(), sizes);
     let sums: Vec<u64> = sizes.iter().enumerate().map(|(unit, &b)| crate::checksum(&content(unit as u32, b))).collect();
@@ -410,15 +414,55 @@ async fn a_peer_that_breaks_the_protocol_is_cut_off_alone() {
     node.stop().await;
 }
 
+// On one thread the node can not answer before the call is dropped.
+#[tokio::test]
+async fn a_call_that_was_dropped_half_way_ends_its_connection_and_no_other() {
+    let node = Node::start().await;
+    let id = named(1);
+    import(&node.store, &id, &SIZES);
+    let mut reader = node.connect(&id, TokenRight::Read, Route::Tcp).await;
+    let mut buffer = vec![0; SIZES[1] as usize];
+    let range = [ReadRange { unit: 1, offset: 0, bytes: SIZES[1] }];
+    {
+        let mut slices = [buffer.as_mut_slice()];
+        let mut read = std::pin::pin!(reader.read_ranges(&range, &mut slices));
+        // Polled once: the request is on its way.
+        assert!(futures::poll!(&mut read).is_pending());
+    }
+    assert!(!reader.is_usable());
+    let error = reader.describe().await.unwrap_err();
+    assert!(error.to_string().contains("dropped half-way") && error.is_retryable(), "{error}");
+    let mut reader = node.connect(&id, TokenRight::Read, Route::Tcp).await;
+    read_all(&mut reader, &SIZES).await.unwrap();
+    assert!(reader.is_usable());
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upload_from_a_short_file_names_the_byte_and_can_be_repeated() {
+    let node = Node::start().await;
+    for (number, route) in [(1, Route::Tcp), (2, Route::Unix)] {
+        let mut importer = node.connect(&named(number), TokenRight::Import, route).await;
+        importer.allocate(&SIZES).await.unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, &content(0, SIZES[0])).unwrap();
+        let whole = SourceRange { source_offset: 0, unit: 0, unit_offset: 0, bytes: SIZES[0] };
+        let past = SourceRange { source_offset: 0, unit: 1, unit_offset: 0, bytes: SIZES[1] };
+        let error = importer.write_from_file(file.as_fd(), &[whole, past], |_| {}).await.unwrap_err();
+        assert_eq!(error.code(), ErrorCode::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("byte 0"), "{error}");
+        importer.write_from_file(file.as_fd(), &[whole], |_| {}).await.unwrap();
+    }
+    node.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn connections_beyond_the_limit_are_told_to_come_again() {
     let node = Node::start_with(DataPlaneOptions { connections_max: 2, ..DataPlaneOptions::default() }).await;
     let id = named(1);
     import(&node.store, &id, &SIZES);
-    let held = [
-        node.connect(&id, TokenRight::Read, Route::Tcp).await,
-        node.connect(&id, TokenRight::Read, Route::Unix).await,
-    ];
+    let held =
+        [node.connect(&id, TokenRight::Read, Route::Tcp).await, node.connect(&id, TokenRight::Read, Route::Unix).await];
     let options = ConnectOptions::default();
     let error = NodeConnection::connect(&node.endpoint, &token(&id, TokenRight::Read), &options).await.unwrap_err();
     assert_eq!(error.code(), ErrorCode::Unavailable);

@@ -173,13 +173,8 @@ pub(crate) struct Segment {
 impl Segment {
     /// Makes the file of a segment, without any room taken yet.
     pub(crate) fn create(path: &Path, bytes: u64, huge: bool) -> Result<Self, PathError> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(path)
-            .on("create", path)?;
+        let file =
+            OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path).on("create", path)?;
         file.set_len(bytes).on("size", path)?;
         Self::map(file, path, bytes, huge)
     }

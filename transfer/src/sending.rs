@@ -62,7 +62,8 @@ pub(crate) async fn produce(
     batches: Sender<Result<Batch, StoreError>>,
 ) {
     let plan = Plan { reader: Arc::new(reader), ranges: ranges.into(), read: None };
-    let mut producer = Producer { store, instance, plan, ahead, next: VecDeque::new(), sum: None, batch: Batch::default(), batches };
+    let mut producer =
+        Producer { store, instance, plan, ahead, next: VecDeque::new(), sum: None, batch: Batch::default(), batches };
     // What went wrong is told through the channel; `Err` without it means that nobody listens.
     if let Err(Some(error)) = producer.run().await {
         // The listener may be gone.

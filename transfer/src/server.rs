@@ -310,7 +310,12 @@ impl Connection<'_> {
         self.wire.write_frame(&respond(body), &[], &[]).await
     }
 
-    async fn handle(&mut self, request: Request, payload: &mut Payload, descriptors: Vec<OwnedFd>) -> Result<(), Failure> {
+    async fn handle(
+        &mut self,
+        request: Request,
+        payload: &mut Payload,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(), Failure> {
         match request {
             Request::Hello { protocol, token } => self.hello(protocol, &token).await,
             Request::Allocate { unit_count, layout_digest } => self.allocate(unit_count, layout_digest, payload).await,
@@ -341,7 +346,8 @@ impl Connection<'_> {
 
     async fn hello(&mut self, protocol: u32, token: &str) -> Result<(), Failure> {
         if protocol != PROTOCOL_VERSION {
-            let message = format!("this node speaks protocol {PROTOCOL_VERSION}, the caller {protocol}; upgrade the older");
+            let message =
+                format!("this node speaks protocol {PROTOCOL_VERSION}, the caller {protocol}; upgrade the older");
             return Err(invalid(message));
         }
         let Some(key) = self.shared.gate.key() else {
@@ -350,7 +356,10 @@ impl Connection<'_> {
         };
         let claims = key.verify(token, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))?;
         if let Some(before) = self.claims.as_ref().filter(|before| before.instance != claims.instance) {
-            return Err(unauthorized(format!("this connection acts for {}, the token is for another", before.instance)));
+            return Err(unauthorized(format!(
+                "this connection acts for {}, the token is for another",
+                before.instance
+            )));
         }
         let store = &self.shared.store;
         let reply = HelloReply {
@@ -394,7 +403,8 @@ impl Connection<'_> {
             return Err(invalid(format!("{} bytes of sizes for {unit_count} units", payload.left)));
         }
         let sizes = self.read_document(payload).await?;
-        let sizes: Vec<u64> = sizes.chunks_exact(8).filter_map(|size| size.try_into().ok()).map(u64::from_le_bytes).collect();
+        let sizes: Vec<u64> =
+            sizes.chunks_exact(8).filter_map(|size| size.try_into().ok()).map(u64::from_le_bytes).collect();
         let store = self.shared.store.clone();
         let allocated = blocking(move || {
             let found = GroupLayout::new(&sizes)?.digest();
@@ -405,7 +415,9 @@ impl Connection<'_> {
             store.allocate(&claims.instance, &session, &sizes)
         })
         .await?;
-        Ok(self.send(Response::Allocated { reserved_bytes: allocated.reserved_bytes, sealed: allocated.sealed }).await?)
+        Ok(self
+            .send(Response::Allocated { reserved_bytes: allocated.reserved_bytes, sealed: allocated.sealed })
+            .await?)
     }
 
     async fn write(&mut self, unit: u32, offset: u64, payload: &mut Payload) -> Result<(), Failure> {
@@ -443,7 +455,11 @@ impl Connection<'_> {
         Ok(self.send(Response::Written { bytes: total }).await?)
     }
 
-    async fn write_from_descriptor(&mut self, ranges: Vec<SourceRange>, descriptors: Vec<OwnedFd>) -> Result<(), Failure> {
+    async fn write_from_descriptor(
+        &mut self,
+        ranges: Vec<SourceRange>,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(), Failure> {
         let (claims, session) = self.importer()?;
         let source: [OwnedFd; 1] = descriptors
             .try_into()
@@ -546,14 +562,22 @@ impl Connection<'_> {
 }
 
 fn check_count(ranges: usize) -> Result<(), Failure> {
-    if ranges > RANGES_MAX { Err(invalid(format!("{ranges} ranges; at most {RANGES_MAX} fit one request"))) } else { Ok(()) }
+    if ranges > RANGES_MAX {
+        Err(invalid(format!("{ranges} ranges; at most {RANGES_MAX} fit one request")))
+    } else {
+        Ok(())
+    }
 }
 
 fn joined<T>(result: Result<T, tokio::task::JoinError>) -> Result<T, Failure> {
-    result.map_err(|error| BallastError::new(ErrorCode::Unavailable, format!("the node failed at this request: {error}")).into())
+    result.map_err(|error| {
+        BallastError::new(ErrorCode::Unavailable, format!("the node failed at this request: {error}")).into()
+    })
 }
 
 /// Runs work that blocks for disk or memory on a thread of its own.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, StoreError> + Send + 'static) -> Result<T, Failure> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
+) -> Result<T, Failure> {
     Ok(joined(tokio::task::spawn_blocking(work).await)??)
 }

@@ -33,15 +33,21 @@ pub(crate) fn session() -> SessionId {
     SessionId::new("session-1").unwrap()
 }
 
-/// The content of a unit: no two units look alike, nor two places of one.
+/// The content of a unit: no two units look alike, nor two places of one. Made of stamped blocks, because tests run
+/// without optimisation.
 pub(crate) fn content(unit: u32, bytes: u64) -> Vec<u8> {
     let mut state = u64::from(unit).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut content = vec![0; bytes as usize];
-    for piece in content.chunks_mut(8) {
+    let mut block = [0; 1000];
+    for piece in block.chunks_mut(8) {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        piece.copy_from_slice(&state.to_le_bytes()[..piece.len()]);
+        piece.copy_from_slice(&state.to_le_bytes());
+    }
+    let mut content = vec![0; bytes as usize];
+    for (number, piece) in content.chunks_mut(block.len()).enumerate() {
+        block[..8].copy_from_slice(&(number as u64).to_le_bytes());
+        piece.copy_from_slice(&block[..piece.len()]);
     }
     content
 }
@@ -80,7 +86,11 @@ pub(crate) fn options(memory: &Path, cold: Option<&Path>) -> NodeStoreOptions {
     NodeStoreOptions {
         node: NodeId::new("node-1").unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 256 << 20, huge_pages: HugePages::Off },
-        cold: cold.map(|folder| ColdOptions { folder: folder.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
+        cold: cold.map(|folder| ColdOptions {
+            folder: folder.to_owned(),
+            quota_bytes: None,
+            engine: EngineChoice::Auto,
+        }),
     }
 }
 

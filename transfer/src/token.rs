@@ -87,7 +87,8 @@ impl TokenKey {
             return Err(TokenError::Malformed);
         }
         let mut parts = token.split('.');
-        let (Some(PREFIX), Some(claims), Some(mac), None) = (parts.next(), parts.next(), parts.next(), parts.next()) else {
+        let (Some(PREFIX), Some(claims), Some(mac), None) = (parts.next(), parts.next(), parts.next(), parts.next())
+        else {
             return Err(TokenError::Malformed);
         };
         let claims = unhex(claims).ok_or(TokenError::Malformed)?;
@@ -167,7 +168,12 @@ mod tests {
     use crate::testing::instance;
 
     fn claims() -> TokenClaims {
-        TokenClaims { instance: instance(1), right: TokenRight::Read, subject: "lease".into(), expires_unix_ms: 1_000_000 }
+        TokenClaims {
+            instance: instance(1),
+            right: TokenRight::Read,
+            subject: "lease".into(),
+            expires_unix_ms: 1_000_000,
+        }
     }
 
     #[test]

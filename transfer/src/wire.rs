@@ -10,7 +10,8 @@ use std::time::Duration;
 use ballast_schemas::frame::{DESCRIPTORS_MAX, HEADER_BYTES_MAX};
 use bytes::{Buf, BytesMut};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -75,7 +76,9 @@ impl Wire {
         }
         let bytes = self.ahead.get_u32_le();
         if bytes > HEADER_BYTES_MAX {
-            return Err(WireError::Malformed(format!("a header of {bytes} bytes; at most {HEADER_BYTES_MAX} are allowed")));
+            return Err(WireError::Malformed(format!(
+                "a header of {bytes} bytes; at most {HEADER_BYTES_MAX} are allowed"
+            )));
         }
         let bytes = bytes as usize;
         let header = if self.ahead.len() >= bytes {
@@ -152,7 +155,9 @@ impl Wire {
         rmp_serde::encode::write_named(&mut start, header).map_err(|error| WireError::Malformed(error.to_string()))?;
         let bytes = start.len() - 4;
         if bytes > HEADER_BYTES_MAX as usize {
-            return Err(WireError::Malformed(format!("a header of {bytes} bytes; at most {HEADER_BYTES_MAX} are allowed")));
+            return Err(WireError::Malformed(format!(
+                "a header of {bytes} bytes; at most {HEADER_BYTES_MAX} are allowed"
+            )));
         }
         start[..4].copy_from_slice(&(bytes as u32).to_le_bytes());
         let mut sent = 0;

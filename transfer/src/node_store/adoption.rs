@@ -70,10 +70,7 @@ pub(super) struct Adopted {
 }
 
 /// Adopts what is in the folders.
-pub(super) fn adopt(
-    memory: &MemoryTier,
-    cold: Option<&Arc<ColdTier>>,
-) -> Result<Adopted, PathError> {
+pub(super) fn adopt(memory: &MemoryTier, cold: Option<&Arc<ColdTier>>) -> Result<Adopted, PathError> {
     let mut adoption = Adoption::default();
     let in_memory = scan(&memory.instances(), true, &mut adoption)?;
     let mut on_disk = match cold {
@@ -171,7 +168,8 @@ fn adopt_instance(
     let Some(Found { layout: record, seal, manifest, .. }) = memory_copy.or(disk_copy) else {
         unreachable!("an instance is adopted from at least one tier");
     };
-    let invalid = |error: crate::layout::LayoutError| std::io::Error::new(std::io::ErrorKind::InvalidData, error.to_string());
+    let invalid =
+        |error: crate::layout::LayoutError| std::io::Error::new(std::io::ErrorKind::InvalidData, error.to_string());
     let layout = GroupLayout::new(&record.unit_sizes).map_err(invalid).on("adopt", &memory.instances())?;
     let layout = Arc::new(layout);
     let count = layout.unit_count();
@@ -221,7 +219,12 @@ fn adopt_instance(
 
 /// Cold units count when their segment's file is there at full length. Their bytes are read before anything relies on
 /// them alone: at promotion, at release, on a scrub.
-fn adopt_cold(instance: &Instance, record: Option<&StateRecord>, cold: Option<&Arc<ColdTier>>, adoption: &mut Adoption) {
+fn adopt_cold(
+    instance: &Instance,
+    record: Option<&StateRecord>,
+    cold: Option<&Arc<ColdTier>>,
+    adoption: &mut Adoption,
+) {
     let (Some(record), Some(files), Some(tier)) = (record, &instance.cold, cold) else { return };
     let mut held = Vec::new();
     for segment in 0..instance.layout.segment_count() {

@@ -93,7 +93,11 @@ impl NodeStore {
 
     /// Marks an instance as being deleted, durably, and closes its import. `None` when it is not here; the node then
     /// remembers that it must not come.
-    fn begin_deletion(&self, id: &InstanceId, fence: LogPosition) -> Result<Option<std::sync::Arc<Instance>>, StoreError> {
+    fn begin_deletion(
+        &self,
+        id: &InstanceId,
+        fence: LogPosition,
+    ) -> Result<Option<std::sync::Arc<Instance>>, StoreError> {
         let Some(instance) = self.read_instances().get(id).cloned() else {
             self.bury(id, fence);
             return Ok(None);

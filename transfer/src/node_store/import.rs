@@ -12,7 +12,9 @@ use ballast_schemas::manifest::{Manifest, ManifestError};
 use ballast_schemas::{AffinityIndex, Bitmap, InstanceId, LogPosition, ManifestRef, Receipt, SessionId, hash_list};
 use bytes::Bytes;
 
-use super::instance::{Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records};
+use super::instance::{
+    Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
+};
 use super::{NodeStore, lock};
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold_tier::Progress;
@@ -142,9 +144,10 @@ impl NodeStore {
             let source = std::io::Error::new(std::io::ErrorKind::StorageFull, message);
             return Err(StoreError::on_tier(Tier::Memory, PathError::new("reserve memory in", &folder, source)));
         }
-        let record = LayoutRecord { instance: id.clone(), session_id: session_id.clone(), unit_sizes: unit_sizes.to_vec() };
-        let made = create_folder(&folder)
-            .and_then(|()| write_file(&folder.join(LAYOUT), &record::encode(&record), false));
+        let record =
+            LayoutRecord { instance: id.clone(), session_id: session_id.clone(), unit_sizes: unit_sizes.to_vec() };
+        let made =
+            create_folder(&folder).and_then(|()| write_file(&folder.join(LAYOUT), &record::encode(&record), false));
         if let Err(error) = made {
             // What was made is no instance; the error that matters is the first one.
             let _ = remove_folder(&folder);
@@ -224,7 +227,8 @@ impl NodeStore {
             let mut done = 0;
             while done < range.bytes {
                 let piece = &mut buffer[..(range.bytes - done).min(COPY_BYTES) as usize];
-                let at = range.source_offset.checked_add(done).ok_or_else(|| invalid("has no such offset".to_owned()))?;
+                let at =
+                    range.source_offset.checked_add(done).ok_or_else(|| invalid("has no such offset".to_owned()))?;
                 source
                     .read_exact_at(piece, at)
                     .map_err(|error| invalid(format!("can not be read at byte {at} of {}: {error}", metadata.len())))?;
@@ -305,7 +309,8 @@ impl NodeStore {
     }
 
     fn receipt_of(&self, instance: &Instance, sealed: &Sealed) -> Receipt {
-        let checksums: Vec<[u8; 8]> = sealed.record.affinity.units.iter().map(|unit| unit.crc64.to_be_bytes()).collect();
+        let checksums: Vec<[u8; 8]> =
+            sealed.record.affinity.units.iter().map(|unit| unit.crc64.to_be_bytes()).collect();
         Receipt {
             node: self.node.clone(),
             incarnation: self.incarnation.clone(),
@@ -338,11 +343,16 @@ impl Instance {
 
     /// Where bytes go, if they fit.
     fn target(&self, unit: u32, offset: u64, bytes: u64) -> Result<Extent, StoreError> {
-        let invalid = |reason: String| StoreError::Invalid(format!("can not write to unit {unit} of {}: {reason}", self.id));
+        let invalid =
+            |reason: String| StoreError::Invalid(format!("can not write to unit {unit} of {}: {reason}", self.id));
         let count = self.layout.unit_count();
         let extent = self.layout.extent(unit).ok_or_else(|| invalid(format!("there are {count} units")))?;
         let fits = offset.checked_add(bytes).is_some_and(|end| end <= extent.bytes);
-        if fits { Ok(extent) } else { Err(invalid(format!("{bytes} bytes at {offset} do not fit its {} bytes", extent.bytes))) }
+        if fits {
+            Ok(extent)
+        } else {
+            Err(invalid(format!("{bytes} bytes at {offset} do not fit its {} bytes", extent.bytes)))
+        }
     }
 
     /// Writes at most [`COPY_BYTES`] of a unit, and checksums them on the way if they come in order.
@@ -353,7 +363,8 @@ impl Instance {
         let _writer = Writer::enter(self)?;
         let start = extent.offset + offset;
         let range = start..start + piece.len() as u64;
-        let segment = self.memory.get_or_create(extent.segment).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
+        let segment =
+            self.memory.get_or_create(extent.segment).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         let failed = |error| StoreError::on_tier(Tier::Memory, PathError::new("write", &self.memory_folder, error));
 
         let running = {
@@ -408,11 +419,13 @@ impl Instance {
         if units.len() != self.layout.unit_count() as usize {
             return refuse(format!("it has {} units, {} were reserved", units.len(), self.layout.unit_count()));
         }
-        let differs = units.iter().zip(self.layout.extents()).position(|(unit, extent)| unit.extent_bytes != extent.bytes);
+        let differs =
+            units.iter().zip(self.layout.extents()).position(|(unit, extent)| unit.extent_bytes != extent.bytes);
         match differs {
             Some(unit) => refuse(format!(
                 "unit {unit} has {} bytes in it, {} were reserved",
-                units[unit].extent_bytes, self.layout.extents()[unit].bytes
+                units[unit].extent_bytes,
+                self.layout.extents()[unit].bytes
             )),
             None => Ok(()),
         }
@@ -450,8 +463,12 @@ impl Instance {
         }
         // The seal record is the last one: without it the import is discarded at the next start.
         let count = self.layout.unit_count();
-        let record =
-            StateRecord { fence: state.fence, deleting: false, held: Bitmap::full(count), resident: Bitmap::full(count) };
+        let record = StateRecord {
+            fence: state.fence,
+            deleting: false,
+            held: Bitmap::full(count),
+            resident: Bitmap::full(count),
+        };
         write_file(&self.memory_folder.join(MANIFEST), &sealed.manifest, false)
             .and_then(|()| replace_file(&self.memory_folder.join(STATE), &record::encode(&record), false))
             .and_then(|()| replace_file(&self.memory_folder.join(SEAL), &record::encode(&sealed.record), false))
@@ -471,7 +488,9 @@ impl Instance {
             let Some(room) = writes.room.get_mut(segment_index as usize) else { continue };
             for block in (0..room.len()).filter(|&block| !room.get(block)).collect::<Vec<_>>() {
                 let start = u64::from(block) * ROOM_BYTES;
-                segment.take_room(&(start..bytes.min(start + ROOM_BYTES))).on("reserve memory in", &self.memory_folder)?;
+                segment
+                    .take_room(&(start..bytes.min(start + ROOM_BYTES)))
+                    .on("reserve memory in", &self.memory_folder)?;
                 room.set(block, true);
             }
         }
@@ -527,7 +546,8 @@ impl Instance {
             std::thread::scope(|scope| {
                 let helpers: Vec<_> = (1..threads.min(units.len())).map(|_| scope.spawn(work)).collect();
                 let own = work();
-                let panicked = || Err(PathError::new("check", &self.memory_folder, std::io::Error::other("a checker panicked")));
+                let panicked =
+                    || Err(PathError::new("check", &self.memory_folder, std::io::Error::other("a checker panicked")));
                 let mut parts = vec![own];
                 parts.extend(helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|_| panicked())));
                 parts

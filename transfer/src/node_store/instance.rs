@@ -10,7 +10,8 @@ use bytes::Bytes;
 
 use super::lock;
 use crate::budget::Charge;
-use crate::cold_tier::{ColdSegments, ColdTier};
+use crate::cold_files::ColdSegments;
+use crate::cold_tier::ColdTier;
 use crate::error::StoreError;
 use crate::folder::{PathError, replace_file};
 use crate::guard::{FenceStep, UnitStates, check_fence};

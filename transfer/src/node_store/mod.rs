@@ -5,7 +5,11 @@
 //! instance are carried out one after the other; raising a fence, reads and inventories never wait for them.
 
 mod adoption;
+#[cfg(test)]
+mod crash_tests;
 mod deletion;
+#[cfg(test)]
+mod fault_tests;
 mod import;
 mod instance;
 mod reading;
@@ -26,6 +30,7 @@ pub(crate) use import::SealDocument;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
 use crate::budget::{Charge, Usage};
+use crate::cold_engine::{self, ColdEngine, EngineChoice};
 use crate::cold_tier::{ColdOptions, ColdReport, ColdTier, ColdTierError};
 use crate::error::StoreError;
 use crate::folder::PathError;
@@ -110,9 +115,17 @@ impl NodeStore {
     /// # Errors
     /// When a tier can not be opened. A damaged instance is no error: it is kept and reported in [`Adoption`].
     pub fn open(options: &NodeStoreOptions) -> Result<Arc<Self>, OpenError> {
+        Self::open_with(options, cold_engine::start)
+    }
+
+    /// [`NodeStore::open`] with another way to start the cold tier's engine.
+    pub(crate) fn open_with(
+        options: &NodeStoreOptions,
+        start: impl Fn(EngineChoice) -> std::io::Result<Box<dyn ColdEngine>>,
+    ) -> Result<Arc<Self>, OpenError> {
         let incarnation = Uuid::now_v7();
         let cold = match &options.cold {
-            Some(cold) => Some(Arc::new(ColdTier::open(cold, &options.node, incarnation)?)),
+            Some(cold) => Some(Arc::new(ColdTier::open(cold, &options.node, incarnation, start)?)),
             None => None,
         };
         let memory = MemoryTier::open(&options.memory, &options.node, incarnation)?;
@@ -170,7 +183,8 @@ impl NodeStore {
     #[must_use]
     pub fn usage(&self) -> NodeUsage {
         let instances = self.all();
-        let quarantined = instances.iter().filter(|instance| lock(&instance.state).standing != Standing::Serving).count();
+        let quarantined =
+            instances.iter().filter(|instance| lock(&instance.state).standing != Standing::Serving).count();
         NodeUsage {
             memory: self.memory.usage(),
             lingering_bytes: self.memory.lingering_bytes(),
@@ -274,7 +288,11 @@ impl NodeStore {
             fence: state.fence,
             sealed,
             manifest: sealed && !state.deleting,
-            hot: if sealed { state.units.hot().clone() } else { ballast_schemas::Bitmap::empty(instance.layout.unit_count()) },
+            hot: if sealed {
+                state.units.hot().clone()
+            } else {
+                ballast_schemas::Bitmap::empty(instance.layout.unit_count())
+            },
             cold: state.units.cold().clone(),
         }
     }

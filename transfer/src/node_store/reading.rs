@@ -157,7 +157,9 @@ impl InstanceReader {
         }
         let size = extent.map_or(0, |extent| extent.bytes);
         let id = &self.instance.id;
-        Err(StoreError::Invalid(format!("{bytes} bytes at {offset} do not lie in unit {unit} of {id}, which has {size}")))
+        Err(StoreError::Invalid(format!(
+            "{bytes} bytes at {offset} do not lie in unit {unit} of {id}, which has {size}"
+        )))
     }
 
     /// Bytes from memory, when the unit is hot.
@@ -194,7 +196,10 @@ impl InstanceReader {
         for range in &ranges[1..] {
             let Ok((next_segment, next_start, next_end)) = self.on_disk(range) else { break };
             let close = next_segment == segment && next_start >= end && next_start - end <= GAP_BYTES_MAX;
-            if !close || lock(&self.instance.state).units.hot().get(range.unit) || next_end - start > Self::COLD_BYTES_MAX {
+            if !close
+                || lock(&self.instance.state).units.hot().get(range.unit)
+                || next_end - start > Self::COLD_BYTES_MAX
+            {
                 break;
             }
             end = next_end;
@@ -218,7 +223,9 @@ impl InstanceReader {
         }
         let (Some(tier), Some(files)) = (&self.cold, &self.instance.cold) else { return Err(StoreError::NoColdTier) };
         let read = match end > start {
-            true => Some(tier.read(files, segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?),
+            true => {
+                Some(tier.read(files, segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?)
+            }
             false => None,
         };
         let read = read.map(Arc::new);
@@ -278,9 +285,12 @@ impl InstanceReader {
         if state.deleting {
             return Err(StoreError::Deleting { instance: instance.id.clone() });
         }
-        let holds = |held: &ballast_schemas::Bitmap, segment| instance.layout.units_of(segment).any(|unit| held.get(unit));
+        let holds =
+            |held: &ballast_schemas::Bitmap, segment| instance.layout.units_of(segment).any(|unit| held.get(unit));
         let mut grants = Vec::new();
-        for segment in (0..instance.layout.segment_count()).filter(|&segment| instance.layout.segment_bytes(segment) > 0) {
+        for segment in
+            (0..instance.layout.segment_count()).filter(|&segment| instance.layout.segment_bytes(segment) > 0)
+        {
             let bytes = instance.layout.segment_bytes(segment);
             if memory
                 && holds(state.units.hot(), segment)

@@ -1,6 +1,7 @@
 //! Effects that move units between the tiers, each authorised by the log and fenced (RFC, Residency Migration):
 //! copies are verified before they count, and memory is freed only where a verified copy on disk was seen just before.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,8 @@ use ballast_schemas::{InstanceId, LogPosition, NodeInventory, UnitEffect};
 
 use super::instance::{Instance, Sealed};
 use super::{NodeStore, lock};
-use crate::cold_tier::{ColdFailure, ColdSegments, ColdTier, Progress, Watch};
+use crate::cold_files::ColdSegments;
+use crate::cold_tier::{ColdFailure, ColdTier, Progress, Watch};
 use crate::error::{Mismatch, StoreError};
 use crate::folder::{OnPath, PathError};
 use crate::guard::FenceRefused;
@@ -107,7 +109,7 @@ impl NodeStore {
         };
         // Bytes that were on their way out are still there; those that are right need not be read again.
         let wrong = instance.check_memory(&leaving, &|unit| sealed.checksum(unit))?;
-        let wrong: Vec<u32> = wrong.into_iter().map(|mismatch| mismatch.unit).collect();
+        let wrong: BTreeSet<u32> = wrong.into_iter().map(|mismatch| mismatch.unit).collect();
         let right: Vec<u32> = leaving.into_iter().filter(|unit| !wrong.contains(unit)).collect();
         instance.become_hot(&right)?;
         progress.add_units(right.len() as u32);
@@ -117,7 +119,7 @@ impl NodeStore {
         }
         let tier = self.cold()?;
         let files = instance.cold_files()?;
-        let mut wanted = [absent.as_slice(), wrong.as_slice()].concat();
+        let mut wanted: Vec<u32> = absent.iter().copied().chain(wrong).collect();
         wanted.sort_unstable();
         {
             let state = lock(&instance.state);
@@ -144,7 +146,8 @@ impl NodeStore {
             return Err(instance.failure(effect.fence, Tier::Memory, failure));
         }
         let bad_units: Vec<u32> = bad.iter().map(|mismatch| mismatch.unit).collect();
-        let good: Vec<u32> = wanted.iter().copied().filter(|unit| !bad_units.contains(unit)).collect();
+        // Both ascend.
+        let good: Vec<u32> = wanted.iter().copied().filter(|unit| bad_units.binary_search(unit).is_err()).collect();
         if let Err(error) = instance.become_hot(&good) {
             instance.give_up(&wanted);
             return Err(error);
@@ -280,7 +283,9 @@ impl Instance {
     fn failure(&self, fence: LogPosition, tier: Tier, failure: ColdFailure) -> StoreError {
         match failure {
             ColdFailure::Path(error) => StoreError::on_tier(tier, error),
-            ColdFailure::Unwanted => StoreError::Fence(FenceRefused { offered: fence, highest: lock(&self.state).fence }),
+            ColdFailure::Unwanted => {
+                StoreError::Fence(FenceRefused { offered: fence, highest: lock(&self.state).fence })
+            }
         }
     }
 
@@ -390,7 +395,8 @@ impl Instance {
         progress: &Progress,
     ) -> Result<(), StoreError> {
         let files = self.cold_files()?;
-        let mut segments: Vec<u32> = units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|e| e.segment).collect();
+        let mut segments: Vec<u32> =
+            units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|e| e.segment).collect();
         segments.dedup();
         self.forget_changed(files, segments.into_iter());
         let unseen: Vec<u32> = {
@@ -439,8 +445,9 @@ impl Instance {
             self.lose_cold(&units)?;
         }
         let mut state = lock(&self.state);
-        for &unit in units.iter().filter(|&&unit| !wrong.iter().any(|mismatch| mismatch.unit == unit)) {
-            state.verified.set(unit, true);
+        for &unit in units {
+            let right = state.units.cold().get(unit);
+            state.verified.set(unit, right);
         }
         for (segment, changed) in before {
             // Room given back just now changed it too.

@@ -11,15 +11,14 @@ use ballast_schemas::{ErrorCode, InstanceId, InstanceStanding, NodeInventory, Se
 
 use super::*;
 use crate::cold_tier::Progress;
-use crate::folder::crash;
 use crate::layout::GroupLayout;
 use crate::testing::*;
 
 const NO_WAIT: Duration = Duration::ZERO;
-const SIZES: [u64; 5] = [10_000, 0, 4096, 3 << 20, 1];
+pub(super) const SIZES: [u64; 5] = [10_000, 0, 4096, 3 << 20, 1];
 
 /// Every unit that the inventory says is readable, read and compared.
-fn check_readable(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> NodeInventory {
+pub(super) fn check_readable(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> NodeInventory {
     let inventory = store.inventory(id).unwrap().unwrap();
     let reader = store.reader(id).unwrap();
     for (unit, &bytes) in sizes.iter().enumerate() {
@@ -43,19 +42,39 @@ fn check_readable(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> NodeInve
     inventory
 }
 
-fn to_cold(store: &NodeStore, id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -> Result<NodeInventory, StoreError> {
+pub(super) fn to_cold(
+    store: &NodeStore,
+    id: &InstanceId,
+    fence: u64,
+    units: std::ops::Range<u32>,
+) -> Result<NodeInventory, StoreError> {
     store.copy_to_cold(&effect(id, fence, units), &Progress::default())
 }
 
-fn release(store: &NodeStore, id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -> Result<NodeInventory, StoreError> {
+pub(super) fn release(
+    store: &NodeStore,
+    id: &InstanceId,
+    fence: u64,
+    units: std::ops::Range<u32>,
+) -> Result<NodeInventory, StoreError> {
     store.release_memory(&effect(id, fence, units), NO_WAIT, &Progress::default())
 }
 
-fn to_memory(store: &NodeStore, id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -> Result<NodeInventory, StoreError> {
+pub(super) fn to_memory(
+    store: &NodeStore,
+    id: &InstanceId,
+    fence: u64,
+    units: std::ops::Range<u32>,
+) -> Result<NodeInventory, StoreError> {
     store.copy_to_memory(&effect(id, fence, units), &Progress::default())
 }
 
-fn delete(store: &NodeStore, id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -> Result<Option<NodeInventory>, StoreError> {
+pub(super) fn delete(
+    store: &NodeStore,
+    id: &InstanceId,
+    fence: u64,
+    units: std::ops::Range<u32>,
+) -> Result<Option<NodeInventory>, StoreError> {
     store.delete_units(&effect(id, fence, units), &Progress::default())
 }
 
@@ -600,109 +619,6 @@ fn a_damaged_record_keeps_the_bytes_and_stops_nobody_else() {
     check_readable(&store, &instance(2), &SIZES);
 }
 
-/// What a crash at any step of an effect must leave: nothing lost that was readable, nothing wrong handed out.
-fn crash_at_every_step(name: &str, prepare: impl Fn(&NodeStore, &InstanceId), act: impl Fn(&NodeStore, &InstanceId) -> bool) {
-    let id = instance(1);
-    for steps in 0.. {
-        assert!(steps < 500, "{name} never ends");
-        let folders = Folders::new();
-        let store = folders.open();
-        import(&store, &id, &SIZES);
-        prepare(&store, &id);
-        let before = check_readable(&store, &id, &SIZES);
-        crash::die_after(Some(steps));
-        let done = act(&store, &id);
-        let died = crash::is_dead();
-        // What a failed effect leaves is served on by the same process too.
-        crash::die_after(None);
-        assert!(done || died, "{name} failed without a crash");
-        drop(store);
-
-        let store = folders.reopen();
-        assert!(store.adoption().damaged.is_empty(), "{name} at step {steps}: {:?}", store.adoption());
-        if let Some(after) = store.inventory(&id).unwrap().filter(|after| after.manifest) {
-            let after_read = check_readable(&store, &id, &SIZES);
-            assert_eq!(after, after_read);
-            for unit in 0..SIZES.len() as u32 {
-                let readable = after.hot.get(unit) || after.cold.get(unit);
-                assert!(readable, "{name} at step {steps}: unit {unit} is lost");
-            }
-            assert!(after.fence >= before.fence, "{name} at step {steps}: the fence went back");
-        } else {
-            assert!(name.starts_with("delete"), "{name} at step {steps}: the instance is lost");
-        }
-        assert!(act(&store, &id), "{name} at step {steps} can not be repeated");
-        if !died {
-            println!("{name}: {steps} steps");
-            return;
-        }
-    }
-}
-
-#[test]
-fn a_crash_at_any_step_of_a_copy_to_disk_loses_nothing() {
-    crash_at_every_step("copy to cold", |_, _| {}, |store, id| to_cold(store, id, 4, 0..5).is_ok());
-}
-
-#[test]
-fn a_crash_at_any_step_of_a_release_loses_nothing() {
-    let prepare = |store: &NodeStore, id: &InstanceId| drop(to_cold(store, id, 2, 0..5).unwrap());
-    crash_at_every_step("release", prepare, |store, id| release(store, id, 4, 0..5).is_ok());
-}
-
-#[test]
-fn a_crash_at_any_step_of_a_promotion_loses_nothing() {
-    let prepare = |store: &NodeStore, id: &InstanceId| {
-        to_cold(store, id, 2, 0..5).unwrap();
-        release(store, id, 2, 0..5).unwrap();
-    };
-    crash_at_every_step("copy to memory", prepare, |store, id| to_memory(store, id, 4, 0..5).is_ok());
-}
-
-#[test]
-fn a_crash_at_any_step_of_a_deletion_can_be_gone_on_from() {
-    let prepare = |store: &NodeStore, id: &InstanceId| drop(to_cold(store, id, 2, 0..5).unwrap());
-    crash_at_every_step("delete units", prepare, |store, id| {
-        delete(store, id, 4, 0..3).is_ok() && delete(store, id, 4, 3..5).is_ok() && store.delete_instance(id, at(4)).is_ok()
-    });
-}
-
-#[test]
-fn a_crash_at_any_step_of_a_seal_leaves_all_or_nothing() {
-    let id = instance(1);
-    for steps in 0.. {
-        let folders = Folders::new();
-        let store = folders.open();
-        store.allocate(&id, &session(), &SIZES).unwrap();
-        for (unit, &bytes) in SIZES.iter().enumerate() {
-            store.write(&id, &session(), unit as u32, 0, &content(unit as u32, bytes)).unwrap();
-        }
-        crash::die_after(Some(steps));
-        let sealed = seal(&store, &id, &SIZES);
-        let died = crash::is_dead();
-        crash::die_after(None);
-        if steps % 2 == 0 {
-            // The process lives on after a failure: the seal is repeated.
-            seal(&store, &id, &SIZES).unwrap();
-            check_readable(&store, &id, &SIZES);
-        }
-        drop(store);
-        let store = folders.reopen();
-        assert!(store.adoption().damaged.is_empty(), "step {steps}: {:?}", store.adoption());
-        match store.receipt(&id, &session()) {
-            Ok(_) => assert!(check_readable(&store, &id, &SIZES).hot.is_full(), "step {steps}"),
-            Err(error) => {
-                assert!(sealed.is_err() && steps % 2 == 1, "step {steps}: a given receipt was lost: {error}");
-                store.delete_instance(&id, at(9)).unwrap();
-            }
-        }
-        if !died {
-            assert!(sealed.is_ok());
-            return;
-        }
-    }
-}
-
 /// A small tmpfs to fill up, or a printed reason why there is none.
 pub(crate) struct SmallDisk(tempfile::TempDir);
 
@@ -783,7 +699,10 @@ fn a_full_tmpfs_is_an_error_and_never_a_signal() {
     let Some(disk) = SmallDisk::new(8 << 20) else { return };
     let mut wanted = options(disk.path(), None);
     wanted.memory.budget_bytes = 8 << 20;
-    let store = NodeStore::open(&NodeStoreOptions { memory: MemoryOptions { budget_bytes: 6 << 20, ..wanted.memory }, ..wanted });
+    let store = NodeStore::open(&NodeStoreOptions {
+        memory: MemoryOptions { budget_bytes: 6 << 20, ..wanted.memory },
+        ..wanted
+    });
     let store = store.unwrap();
     let id = instance(1);
     store.allocate(&id, &session(), &[4 << 20]).unwrap();
