@@ -12,8 +12,10 @@ use crate::fetch::{Kept, UnitSink, fetch};
 use crate::fill::{by_unit, fill};
 use crate::gateway::Gateway;
 use crate::nodes::Transport;
+use crate::placed::{PlacedBuffer, fill_placed};
 use crate::progress::{Phase, Progress};
 use crate::reading::{Reading, Rounds};
+use crate::reshard::PlanTarget;
 use crate::safetensors::{Export, ExportError, RECORD_PATH, Staging};
 
 /// Where a get puts what it reads.
@@ -29,6 +31,14 @@ pub enum GetTarget<'a> {
     },
     /// Named tensors, each into a buffer of its size. After an error the buffers mean nothing.
     Buffers(BTreeMap<String, &'a mut [u8]>),
+    /// The boxes of a placement (`None`: every tensor as a whole), each into its buffer. All of them, no more and no
+    /// fewer. After an error the buffers mean nothing but for the tensors that its details call written.
+    Placed {
+        /// What is wanted.
+        target: Option<PlanTarget<'a>>,
+        /// Where it goes.
+        buffers: Vec<PlacedBuffer<'a>>,
+    },
 }
 
 /// Whether checksums are compared while reading.
@@ -99,6 +109,12 @@ pub(crate) async fn get(
             let total = buffers.keys().map(|unit| reading.bytes_of(*unit)).sum();
             let meter = options.progress.meter(Phase::Reading, total);
             let rounds = fill(&mut reading, &mut buffers, options.verify, &meter).await?;
+            reading.release().await?;
+            (rounds, Vec::new())
+        }
+        GetTarget::Placed { target, buffers } => {
+            let meter = |total| options.progress.meter(Phase::Reading, total);
+            let rounds = fill_placed(&mut reading, target, buffers, options.verify, meter).await?;
             reading.release().await?;
             (rounds, Vec::new())
         }

@@ -35,5 +35,5 @@ pub use open::{OpenRevision, TensorView};
 pub use placed::PlacedBuffer;
 pub use progress::{Phase, Progress, ProgressUpdate};
 pub use put::{PutReport, PutWriter};
-pub use source::{ShardedTensor, Source, TensorData, TensorSource};
+pub use source::{ShardedTensor, Source, TensorData, TensorSource, describe_tensor, user_shape};
 pub use store::{UpsertOptions, WeightStore};

@@ -107,6 +107,16 @@ impl OpenRevision {
         Some(TensorView { dtype: &self.manifest.tensor(name)?.dtype, bytes })
     }
 
+    /// The boxes in which a tensor is stored: first element, extent and bytes of each; none when there is no such tensor.
+    pub fn fragments(&self, name: &str) -> impl Iterator<Item = (&[u64], &[u64], &[u8])> {
+        self.manifest.fragments_of(name).filter_map(|fragment| {
+            let start = usize::try_from(fragment.object_offset).ok()?;
+            let end = start.checked_add(usize::try_from(fragment.nbytes).ok()?)?;
+            let bytes = if start == end { &[][..] } else { self.unit(fragment.unit)?.get(start..end)? };
+            Some((fragment.global_offset.as_slice(), fragment.local_shape.as_slice(), bytes))
+        })
+    }
+
     /// A tensor's dimensions.
     #[must_use]
     pub fn shape(&self, name: &str) -> Option<Vec<u64>> {

@@ -17,18 +17,17 @@ use crate::checksums::{StopOnDrop, of_units};
 use crate::gateway::Gateway;
 use crate::get::GetOptions;
 use crate::nodes::Transport;
+use crate::pieces::Pieces;
 use crate::progress::{Phase, Progress};
 use crate::reading::Reading;
 use crate::session::{OpenSession, new_session_id};
-use crate::source::{Data, Source, UnitSource};
+use crate::source::{Source, UnitSource};
 use crate::store::is_published;
 use crate::upload::Upload;
 
 /// How long a failed put tries to abort its import before it tells of its failure.
 const ABORT_PATIENCE: Duration = Duration::from_secs(3);
 const CLAIM_LOOK_EVERY: Duration = Duration::from_millis(250);
-/// Names listed in one error.
-const NAMES_SHOWN: usize = 3;
 
 /// What to publish, as which revision.
 #[derive(Debug)]
@@ -48,6 +47,8 @@ pub struct PutWriter {
     progress: Progress,
     plan: ManifestPlan,
     units: Vec<UnitSource>,
+    /// What comes later.
+    pieces: Pieces,
     /// By unit, as far as known.
     checksums: Vec<Option<u64>>,
     work: Work,
@@ -112,8 +113,8 @@ impl PutWriter {
             }
             Err(error) => return Err(error),
         };
-        let checksums = vec![None; units.len()];
-        Ok(Self { gateway: gateway.clone(), request, progress, plan, units, checksums, work, started })
+        let (pieces, checksums) = (Pieces::new(&plan, &units), vec![None; units.len()]);
+        Ok(Self { gateway: gateway.clone(), request, progress, plan, units, pieces, checksums, work, started })
     }
 
     /// What is published.
@@ -134,22 +135,38 @@ impl PutWriter {
     /// # Errors
     /// `INVALID_ARGUMENT` for a tensor that was not announced so or has another size; otherwise when a node refuses.
     pub async fn put_tensor(&mut self, name: &str, bytes: &[u8]) -> Result<(), BallastError> {
-        let found = self.units.iter().position(|unit| unit.name == name && matches!(unit.data, Data::Later));
-        let Some(unit) = found else {
-            return Err(BallastError::invalid(format!("the source has no tensor {name:?} whose bytes come later")));
-        };
-        if self.units[unit].bytes != bytes.len() as u64 {
-            let message = format!("tensor {name:?} has {} bytes, {} were given", self.units[unit].bytes, bytes.len());
-            return Err(BallastError::invalid(message));
-        }
+        self.put_piece(name, None, bytes).await
+    }
+
+    /// Writes one box of a tensor that was announced in boxes: its first element, its extent, its bytes row-major.
+    ///
+    /// # Errors
+    /// As [`PutWriter::put_tensor`], and for a box that was not announced.
+    pub async fn put_fragment(
+        &mut self,
+        name: &str,
+        offset: &[u64],
+        shape: &[u64],
+        bytes: &[u8],
+    ) -> Result<(), BallastError> {
+        self.put_piece(name, Some((offset, shape)), bytes).await
+    }
+
+    async fn put_piece(
+        &mut self,
+        name: &str,
+        wanted: Option<(&[u64], &[u64])>,
+        bytes: &[u8],
+    ) -> Result<(), BallastError> {
+        let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
         if let Work::Importing { session, upload } = &mut self.work {
             let lost = session.lost();
             tokio::select! {
-                written = upload.write(self.units[unit].unit, bytes) => written?,
+                written = upload.write(place.unit, place.unit_offset, bytes) => written?,
                 error = lost => return Err(error),
             }
         }
-        self.checksums[unit] = Some(checksum(bytes));
+        self.pieces.note(place, checksum(bytes));
         Ok(())
     }
 
@@ -158,8 +175,8 @@ impl PutWriter {
     /// # Errors
     /// `INVALID_ARGUMENT` naming tensors that never came or a source that changed; `CHECKSUM_MISMATCH`; `CONFLICT` when
     /// the revision is READY with other content; `LEASE_EXPIRED` when the session was lost. The import is aborted then.
-    pub async fn commit(self) -> Result<PutReport, BallastError> {
-        self.expect_complete()?;
+    pub async fn commit(mut self) -> Result<PutReport, BallastError> {
+        self.pieces.complete(&mut self.checksums)?;
         let bytes = self.plan.logical_bytes();
         let (revision, existed, transport) = match self.work {
             Work::Existing { revision, manifest } => {
@@ -216,25 +233,6 @@ impl PutWriter {
             }
             Work::Existing { .. } => Ok(()),
         }
-    }
-
-    fn expect_complete(&self) -> Result<(), BallastError> {
-        let missing = self.units.iter().zip(&self.checksums);
-        let missing: Vec<&str> = missing
-            .filter(|(unit, checksum)| matches!(unit.data, Data::Later) && checksum.is_none())
-            .map(|(unit, _)| unit.name.as_str())
-            .collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let message = format!(
-            "{} of {} tensors were never given their bytes ({}{}); put them before the commit",
-            missing.len(),
-            self.units.len(),
-            missing[..missing.len().min(NAMES_SHOWN)].join(", "),
-            if missing.len() > NAMES_SHOWN { ", …" } else { "" }
-        );
-        Err(BallastError::invalid(message).with_details(json!({"missing": missing.len()})))
     }
 }
 

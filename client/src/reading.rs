@@ -275,6 +275,11 @@ impl Rounds {
         self.pending.is_empty()
     }
 
+    /// Units that are still wanted.
+    pub(crate) fn pending_units(&self) -> impl Iterator<Item = u32> {
+        self.pending.keys().copied()
+    }
+
     /// The holders of this round, and which of the wanted units each gives: from memory where some node has it there.
     pub(crate) async fn shares(&mut self, reading: &Reading) -> Vec<(Holder, Vec<u32>)> {
         let (holders, last) = reading.holders().await;

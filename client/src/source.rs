@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ballast_schemas::manifest::{ManifestPlan, PlannedTensor, Tensor};
+use ballast_schemas::manifest::{ManifestPlan, ParallelAxis, PlannedTensor, Tensor};
 use ballast_schemas::{BallastError, RevisionIdentity};
 use bytes::Bytes;
 use safetensors::Dtype;
@@ -46,6 +46,27 @@ pub enum TensorData {
     },
     /// They come through [`PutWriter::put_tensor`](crate::PutWriter::put_tensor).
     Later,
+}
+
+/// One tensor that comes later, in boxes: how a training job holds it is how it is stored.
+#[derive(Clone, Debug)]
+pub struct ShardedTensor {
+    /// Its name, unique in the source.
+    pub name: String,
+    /// Element type by its safetensors name.
+    pub dtype: String,
+    /// Dimensions of the whole tensor.
+    pub shape: Vec<u64>,
+    /// Further names of the same bytes.
+    pub aliases: Vec<String>,
+    /// The layer it belongs to.
+    pub layer_id: Option<u64>,
+    /// The expert it belongs to.
+    pub expert_id: Option<u64>,
+    /// What each kind of parallelism does to it, in the order dp, pp, ep, tp.
+    pub parallel_axes: Vec<ParallelAxis>,
+    /// First element and extent of each box; none: the whole tensor is one. Together they cover it exactly.
+    pub fragments: Vec<(Vec<u64>, Vec<u64>)>,
 }
 
 /// Everything that one put sends.
@@ -183,6 +204,45 @@ impl Source {
         Ok(source)
     }
 
+    /// A source of tensors whose bytes all come later, box by box, through
+    /// [`PutWriter::put_fragment`](crate::PutWriter::put_fragment).
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` naming the tensor: a name twice, an unknown dtype, or boxes of elements smaller than a byte.
+    pub fn from_shards(tensors: Vec<ShardedTensor>) -> Result<Self, BallastError> {
+        let mut source = Self::empty();
+        let mut names = HashSet::new();
+        for sharded in tensors {
+            for name in sharded.aliases.iter().chain([&sharded.name]) {
+                if !names.insert(name.clone()) {
+                    return Err(BallastError::invalid(format!("the tensor name {name:?} stands twice in the source")));
+                }
+            }
+            let wrong = |reason: String| BallastError::invalid(format!("tensor {:?}: {reason}", sharded.name));
+            let dtype =
+                dtype_named(&sharded.dtype).ok_or_else(|| wrong(format!("unknown dtype {:?}", sharded.dtype)))?;
+            if tensor_bytes(dtype, &sharded.shape).is_none() {
+                return Err(wrong(format!("{dtype} {:?} is not a whole number of bytes below 2^64", sharded.shape)));
+            }
+            if dtype.bitsize() % 8 != 0 && !(sharded.fragments.is_empty() && sharded.parallel_axes.is_empty()) {
+                return Err(wrong(format!("{dtype} has elements smaller than a byte and can not be cut")));
+            }
+            let mut tensor = manifest_tensor(&sharded.name, dtype, &sharded.shape);
+            let split = sharded.parallel_axes.iter().filter_map(|axis| match *axis {
+                ParallelAxis::Split { dim, .. } => Some(dim),
+                ParallelAxis::Replicated { .. } | ParallelAxis::Ownership { .. } => None,
+            });
+            tensor.shard_dims = split.collect();
+            tensor.shard_dims.sort_unstable();
+            tensor.layer_id = sharded.layer_id;
+            tensor.expert_id = sharded.expert_id;
+            tensor.parallel_axes = sharded.parallel_axes;
+            let planned = PlannedTensor { tensor, aliases: sharded.aliases, fragments: sharded.fragments };
+            source.tensors.push((planned, Data::Later));
+        }
+        Ok(source)
+    }
+
     pub(crate) fn empty() -> Self {
         Self { tensors: Vec::new(), files: BTreeMap::new() }
     }
@@ -231,16 +291,19 @@ impl Source {
                 (names.min().cloned().unwrap_or_default(), data)
             })
             .collect();
+        let extents = plan.extents();
         let mut files = self.files;
         let mut units = Vec::with_capacity(lowest.len() + files.len());
         for fragment in plan.fragments() {
-            let data = lowest.remove(&fragment.tensor_id).unwrap_or(Data::Later);
-            units.push(UnitSource {
-                unit: fragment.unit,
-                name: fragment.tensor_id.clone(),
-                bytes: fragment.nbytes,
-                data,
-            });
+            // The fragments of one unit stand together.
+            if fragment.unit as usize == units.len() {
+                units.push(UnitSource {
+                    unit: fragment.unit,
+                    name: fragment.tensor_id.clone(),
+                    bytes: extents.get(fragment.unit as usize).copied().unwrap_or(0),
+                    data: lowest.remove(&fragment.tensor_id).unwrap_or(Data::Later),
+                });
+            }
         }
         for file in plan.files() {
             let data = files.remove(&file.path).map_or(Data::Later, |(_, data)| data);
@@ -248,6 +311,18 @@ impl Source {
         }
         Ok((plan, units))
     }
+}
+
+/// A tensor's descriptor as a put of ours writes it, without parallel axes: what a target placement must say of it as well.
+///
+/// # Errors
+/// `INVALID_ARGUMENT` naming the tensor: an unknown dtype, or a size that is not a whole number of bytes below 2^64.
+pub fn describe_tensor(name: &str, dtype: &str, shape: &[u64]) -> Result<Tensor, BallastError> {
+    let wrong = |reason: String| BallastError::invalid(format!("tensor {name:?}: {reason}"));
+    let known = dtype_named(dtype).ok_or_else(|| wrong(format!("unknown dtype {dtype:?}")))?;
+    tensor_bytes(known, shape)
+        .ok_or_else(|| wrong(format!("{dtype} {shape:?} is not a whole number of bytes below 2^64")))?;
+    Ok(manifest_tensor(name, known, shape))
 }
 
 /// A tensor as the manifest describes it. Elements smaller than a byte have no address of their own, so their tensors are
@@ -264,7 +339,8 @@ fn manifest_tensor(name: &str, dtype: Dtype, shape: &[u64]) -> Tensor {
 }
 
 /// The shape that the tensor's user knows.
-pub(crate) fn user_shape(tensor: &Tensor) -> Vec<u64> {
+#[must_use]
+pub fn user_shape(tensor: &Tensor) -> Vec<u64> {
     match tensor.layout_fingerprint.strip_prefix(PACKED) {
         Some(dims) => dims.split(',').filter_map(|dim| dim.parse().ok()).collect(),
         None => tensor.global_shape.clone(),

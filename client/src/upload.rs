@@ -69,10 +69,10 @@ impl Upload {
         if tcp { Transport::Tcp } else { Transport::Local }
     }
 
-    /// Writes a whole unit from memory.
-    pub(crate) async fn write(&mut self, unit: u32, bytes: &[u8]) -> Result<(), BallastError> {
+    /// Writes bytes of a unit from memory.
+    pub(crate) async fn write(&mut self, unit: u32, offset: u64, bytes: &[u8]) -> Result<(), BallastError> {
         for node in &mut self.nodes {
-            node.control.write(unit, 0, bytes).await?;
+            node.control.write(unit, offset, bytes).await?;
         }
         Ok(())
     }
@@ -113,8 +113,8 @@ impl Upload {
             futures::future::try_join_all(lanes).await?;
         }
         let found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let missing = || BallastError::invalid("a unit of the source has no bytes");
-        found.into_iter().map(|checksum| checksum.ok_or_else(missing)).collect()
+        let missing = |unit: &UnitSource| BallastError::invalid(format!("{:?} of the source has no bytes", unit.name));
+        found.into_iter().zip(units).map(|(checksum, unit)| checksum.ok_or_else(|| missing(unit))).collect()
     }
 
     /// Has every node check what it got and keep the manifest.

@@ -1,0 +1,5 @@
+"""`python -m ballast`: the `ballast` command."""
+
+from ._cli import main
+
+main()

@@ -1,0 +1,164 @@
+"""What a put is told: the revision's name and its tensors (the snapshot), and how tensors of some framework are read (the
+adapter). A snapshot holds no bytes; they come with `weight_put_tensor`, one tensor at a time."""
+
+import dataclasses
+from typing import Any, Iterable, Mapping, Optional, Tuple
+
+from ._arrays import byte_count, check, known_dtype, memory_of
+from ._errors import invalid
+from ._records import WeightRevisionIdentity, generation_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelAxis:
+    """What one kind of parallelism (`dp`, `pp`, `ep`, `tp`) does to a tensor: `split` along `dim`, `replicated`, `ownership`."""
+
+    kind: str
+    semantics: str
+    dim: Optional[int] = None
+
+    def _to_wire(self):
+        return {"kind": self.kind, "semantics": self.semantics, **({} if self.dim is None else {"dim": self.dim})}
+
+
+Box = Tuple[Tuple[int, ...], Tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a snapshot: its type by its safetensors name, its whole shape, and the boxes in which it comes
+    (first element and extent of each; none: the whole tensor is one)."""
+
+    name: str
+    dtype: str
+    shape: Tuple[int, ...]
+    aliases: Tuple[str, ...] = ()
+    layer_id: Optional[int] = None
+    expert_id: Optional[int] = None
+    parallel_axes: Tuple[ParallelAxis, ...] = ()
+    fragments: Tuple[Box, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise invalid(f"a tensor's name is {self.name!r}; give a string")
+        object.__setattr__(self, "dtype", known_dtype(self.dtype, f"tensor {self.name!r}"))
+        object.__setattr__(self, "shape", extents(self.shape, self.name))
+        boxes = tuple((extents(offset, self.name), extents(shape, self.name)) for offset, shape in self.fragments)
+        object.__setattr__(self, "fragments", boxes)
+        object.__setattr__(self, "aliases", tuple(self.aliases))
+        object.__setattr__(self, "parallel_axes", tuple(self.parallel_axes))
+
+    @property
+    def nbytes(self):
+        """Bytes of the whole tensor."""
+        return byte_count(self.dtype, self.shape)
+
+    def _to_wire(self):
+        return {
+            "name": self.name, "dtype": self.dtype, "shape": self.shape, "aliases": self.aliases, "layer_id": self.layer_id,
+            "expert_id": self.expert_id, "parallel_axes": [axis._to_wire() for axis in self.parallel_axes],
+            "fragments": self.fragments,
+        }
+
+
+def extents(shape, name):
+    """A shape or an offset: whole numbers from 0 on."""
+    try:
+        numbers = tuple(int(extent) for extent in shape)
+    except (TypeError, ValueError):
+        raise invalid(f"tensor {name!r} has the shape {shape!r}; give whole numbers", tensor=name) from None
+    if any(extent < 0 for extent in numbers):
+        raise invalid(f"tensor {name!r} has the shape {numbers}; extents are not negative", tensor=name)
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSnapshot:
+    """A complete generation of a model about to be published. The tenant comes with the put."""
+
+    namespace: str
+    resource_id: str
+    revision: str
+    weight_generation: int
+    tensors: Tuple[TensorSpec, ...]
+
+    def __post_init__(self):
+        generation_of(self.weight_generation, "weight_generation")
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        seen = set()
+        for spec in self.tensors:
+            for name in (spec.name, *spec.aliases):
+                if name in seen:
+                    raise invalid(f"the tensor name {name!r} stands twice in the snapshot", tensor=name)
+                seen.add(name)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Any],
+        *,
+        resource_id: str,
+        weight_generation: int,
+        namespace: str = "default",
+        revision: str = "main",
+        adapter: Any = None,
+        aliases: Mapping[str, Iterable[str]] = {},
+    ):
+        """A snapshot of tensors that are at hand; `aliases` gives further names of tied ones."""
+        adapter = ArrayAdapter() if adapter is None else adapter
+        specs = [
+            dataclasses.replace(adapter.describe(name, tensor), aliases=tuple(aliases.get(name, ())))
+            for name, tensor in tensors.items()
+        ]
+        return cls(namespace, resource_id, revision, weight_generation, tuple(specs))
+
+    def identity(self, tenant_id="default"):
+        """The identity of the revision that this becomes."""
+        return WeightRevisionIdentity(tenant_id, self.namespace, self.resource_id, self.revision, self.weight_generation)
+
+    @property
+    def nbytes(self):
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def __repr__(self):
+        name = f"{self.namespace}/{self.resource_id}@{self.revision}#{self.weight_generation}"
+        return f"<WeightSnapshot {name}: {len(self.tensors)} tensors, {self.nbytes} bytes>"
+
+
+class ArrayAdapter:
+    """Reads plain arrays: numpy, torch on the CPU, anything with DLPack or the buffer protocol. An adapter of your own has
+    the same two methods."""
+
+    def describe(self, name, tensor):
+        """The `TensorSpec` of a tensor."""
+        memory = memory_of(tensor, name)
+        if memory.dtype is None:
+            raise invalid(f"tensor {name!r} is plain bytes; say its dtype and shape with a TensorSpec", tensor=name)
+        return TensorSpec(name, memory.dtype, tuple(memory.shape))
+
+    def shards(self, spec, tensor):
+        """The boxes of a tensor and their memory, as (box or None, buffer). A tensor that was announced in several boxes
+        and comes whole is cut here: rows of the first dimension without a copy, other boxes with one."""
+        if len(spec.fragments) < 2:
+            yield (spec.fragments[0] if spec.fragments else None), tensor
+            return
+        if not hasattr(tensor, "__getitem__") or isinstance(tensor, (bytes, bytearray, memoryview)):
+            raise invalid(f"tensor {spec.name!r} is plain bytes and can not be cut into its boxes", tensor=spec.name)
+        check(memory_of(tensor, spec.name), spec.name, spec.dtype, spec.shape, writable=False)
+        for offset, shape in spec.fragments:
+            cut = tensor[tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
+            yield (offset, shape), contiguous(cut)
+
+    def __repr__(self):
+        return f"<{type(self).__name__}>"
+
+
+def contiguous(array):
+    """`array`, or a contiguous copy of it."""
+    if hasattr(array, "is_contiguous"):
+        return array.contiguous()
+    flags = getattr(array, "flags", None)
+    if flags is not None and not flags.c_contiguous:
+        return array.copy(order="C")
+    return array

@@ -1,0 +1,123 @@
+//! Waiting for Rust from Python: without the GIL, ended by Ctrl-C or by whoever cancels, and never leaving a lease or an
+//! import behind.
+
+use std::future::Future;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use ballast_client::Gateway;
+use ballast_schemas::{BallastError, ErrorCode};
+use pyo3::prelude::*;
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+
+use crate::error::raise;
+
+/// How often Python is asked whether a signal has come.
+const SIGNALS_EVERY: Duration = Duration::from_millis(100);
+/// How long an interrupted call waits until its lease is released and its import aborted.
+const SETTLE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// The runtime of this process. A fork has none of its parent's threads and gets one of its own.
+static RUNTIME: Mutex<Option<(u32, &'static Runtime)>> = Mutex::new(None);
+
+/// The runtime that everything runs on. It lives as long as the process.
+pub(crate) fn runtime() -> Result<&'static Runtime, BallastError> {
+    let mut current = RUNTIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let process = std::process::id();
+    if let Some((owner, runtime)) = *current
+        && owner == process
+    {
+        return Ok(runtime);
+    }
+    let made = tokio::runtime::Builder::new_multi_thread().thread_name("ballast").enable_all().build();
+    let made = made.map_err(|error| {
+        BallastError::new(ErrorCode::Unavailable, format!("the runtime of the client does not start: {error}"))
+    })?;
+    let runtime: &'static Runtime = Box::leak(Box::new(made));
+    *current = Some((process, runtime));
+    Ok(runtime)
+}
+
+/// Ends a call from another thread.
+#[pyclass(frozen, module = "ballast._native")]
+pub(crate) struct Cancel {
+    switch: watch::Sender<bool>,
+}
+
+#[pymethods]
+impl Cancel {
+    #[new]
+    fn new() -> Self {
+        Self { switch: watch::Sender::new(false) }
+    }
+
+    /// Ends the call that was given this, or the next one that is.
+    fn cancel(&self) {
+        self.switch.send_replace(true);
+    }
+}
+
+enum End<T> {
+    Done(T),
+    Signal(PyErr),
+    Cancelled,
+}
+
+/// Waits for `work` without the GIL. A signal handler that raises ends it, and so does `cancel`; what it had open is then
+/// released before this returns.
+pub(crate) fn wait<T: Send>(
+    py: Python<'_>,
+    gateway: Option<&Gateway>,
+    cancel: Option<&Cancel>,
+    work: impl Future<Output = Result<T, BallastError>> + Send,
+) -> PyResult<T> {
+    let runtime = runtime().map_err(|error| raise(py, &error))?;
+    let mut cancelled = cancel.map(|cancel| cancel.switch.subscribe());
+    let end = py.detach(|| {
+        let end = runtime.block_on(async {
+            let signal = async {
+                loop {
+                    tokio::time::sleep(SIGNALS_EVERY).await;
+                    if let Err(error) = Python::attach(|py| py.check_signals()) {
+                        return error;
+                    }
+                }
+            };
+            let cancelled = async {
+                if let Some(switch) = &mut cancelled
+                    && switch.wait_for(|thrown| *thrown).await.is_ok()
+                {
+                    return;
+                }
+                // A switch that is gone can not be thrown any more.
+                std::future::pending().await
+            };
+            tokio::select! {
+                done = work => End::Done(done),
+                error = signal => End::Signal(error),
+                () = cancelled => End::Cancelled,
+            }
+        });
+        if !matches!(end, End::Done(_))
+            && let Some(gateway) = gateway
+        {
+            runtime.block_on(gateway.settle(SETTLE_PATIENCE));
+        }
+        end
+    });
+    match end {
+        End::Done(Ok(value)) => Ok(value),
+        End::Done(Err(error)) => Err(raise(py, &error)),
+        End::Signal(error) => Err(error),
+        End::Cancelled => Err(raise(py, &BallastError::new(ErrorCode::Unavailable, "the call was cancelled"))),
+    }
+}
+
+/// Drops something that releases or aborts in the background, which needs a runtime.
+pub(crate) fn drop_inside<T>(value: T) {
+    if let Ok(runtime) = runtime() {
+        let _inside = runtime.enter();
+        drop(value);
+    }
+}
