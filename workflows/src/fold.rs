@@ -211,6 +211,10 @@ impl Fold<'_> {
         if matches!(command, Command::Tick | Command::Barrier) {
             return Ok(Reply::Clock(self.clock()));
         }
+        if let (Command::CreateCluster(cluster), None) = (command, self.state.cluster()) {
+            // The first command of a log takes effect whatever its window says: there is no log without it.
+            return self.create_cluster(cluster);
+        }
         let clock = self.clock();
         if clock > record.not_after {
             return Err(Rejection::new(

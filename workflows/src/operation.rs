@@ -465,7 +465,9 @@ impl Fold<'_> {
             view.total_bytes = command.total_bytes.max(view.processed_bytes);
             view.observed_hot_ppm = command.observed_hot_ppm.min(1_000_000);
             // The budget is for attempts without progress between them.
-            view.attempts = 0;
+            if command.to_cursor > command.from_cursor {
+                view.attempts = 0;
+            }
             if command.released {
                 view.release_outstanding = false;
                 operation.authorized = None;

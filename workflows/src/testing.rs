@@ -95,7 +95,12 @@ pub(crate) fn commit(session: &ImportSession, manifest: ManifestRef) -> CommitIm
 }
 
 pub(crate) fn acquire(generation: u64, id: &str, ttl_ms: u64) -> Command {
-    Command::AcquireLease(AcquireLease { identity: identity(generation), lease_id: lease(id), holder: "reader".into(), ttl_ms })
+    Command::AcquireLease(AcquireLease {
+        identity: identity(generation),
+        lease_id: lease(id),
+        holder: "reader".into(),
+        ttl_ms,
+    })
 }
 
 pub(crate) fn release(generation: u64, id: &str) -> Command {
@@ -132,7 +137,11 @@ pub(crate) fn replace(base: u64, target: u64, mode: UpsertMode, expected: u64, r
 }
 
 pub(crate) fn claim(operation_id: &OperationId, worker_name: &str) -> Command {
-    Command::ClaimOperation(ClaimOperation { operation_id: operation_id.clone(), worker: worker(worker_name), ttl_ms: CLAIM_TTL_MS })
+    Command::ClaimOperation(ClaimOperation {
+        operation_id: operation_id.clone(),
+        worker: worker(worker_name),
+        ttl_ms: CLAIM_TTL_MS,
+    })
 }
 
 pub(crate) fn step(operation: &WeightOperation, to_cursor: u64, released: bool) -> Command {
@@ -169,7 +178,12 @@ pub(crate) fn attempt_failed(operation: &WeightOperation, permanent: bool) -> Co
 }
 
 pub(crate) fn park(operation: &WeightOperation, reason: ParkReason, wake_after_ms: Option<u64>) -> Command {
-    Command::ParkOperation(ParkOperation { operation_id: operation.operation_id.clone(), epoch: operation.epoch, reason, wake_after_ms })
+    Command::ParkOperation(ParkOperation {
+        operation_id: operation.operation_id.clone(),
+        epoch: operation.epoch,
+        reason,
+        wake_after_ms,
+    })
 }
 
 pub(crate) fn evidence(fence: LogPosition) -> Vec<NodeEvidence> {

@@ -26,7 +26,9 @@ fn hot_policy() -> WeightStoragePolicy {
 }
 
 fn effects(world: &World) -> Vec<String> {
-    let ranges = |effect: &UnitEffect| effect.units.iter().map(|range| format!("{}-{}", range.start, range.end)).collect::<Vec<_>>().join(",");
+    let ranges = |effect: &UnitEffect| {
+        effect.units.iter().map(|range| format!("{}-{}", range.start, range.end)).collect::<Vec<_>>().join(",")
+    };
     let name = |request: &NodeRequest| match request {
         NodeRequest::RaiseFence { .. } => Some("fence".to_owned()),
         NodeRequest::CopyToCold(effect) => Some(format!("cold {}", ranges(effect))),
@@ -152,7 +154,10 @@ fn without_a_cold_tier_a_demotion_fails_for_good_and_the_revision_stays_ready() 
     assert_eq!((operation.status, operation.attempts), (OperationStatus::Failed, 1));
     assert_eq!(operation.last_error.unwrap().code, ErrorCode::PolicyUnsatisfiable);
     let record = world.state.revision(&model).unwrap();
-    assert_eq!((record.availability, record.residency, &record.operation_id), (Availability::Ready, Residency::Hot, &None));
+    assert_eq!(
+        (record.availability, record.residency, &record.operation_id),
+        (Availability::Ready, Residency::Hot, &None)
+    );
 }
 
 #[test]
@@ -315,7 +320,10 @@ fn lost_payloads_are_reported_and_the_migration_gives_way() {
         Observation::new(instance.clone(), inventory, Some(world.indexes[&instance].clone()), [node_id(0)].into())
     };
     let old = observe(&world, instance.position);
-    assert!(matches!(next_step(&world.state, Some(&old), &id, 1), Step::Effect { request: NodeRequest::RaiseFence { .. }, .. }));
+    assert!(matches!(
+        next_step(&world.state, Some(&old), &id, 1),
+        Step::Effect { request: NodeRequest::RaiseFence { .. }, .. }
+    ));
     let seen = observe(&world, world.operation(&id).fence);
     let Step::Append(report) = next_step(&world.state, Some(&seen), &id, 1) else { panic!("nothing reported") };
     assert!(matches!(&report, Command::RevisionDegraded(c) if c.reason.contains("1 of 6 units")), "{report:?}");

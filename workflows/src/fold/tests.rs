@@ -1,5 +1,6 @@
 use ballast_schemas::{
-    AnnounceReplica, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster, ReplicaId, Residency, SnapshotCommitted, UpsertMode,
+    AnnounceReplica, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster, ReplicaId, Residency,
+    SnapshotCommitted, UpsertMode,
 };
 
 use super::*;
@@ -24,6 +25,9 @@ fn a_log_that_does_not_begin_with_create_cluster_stops_the_replica() {
     let halt = fold(&mut state, 1, 5, &entry(vec![Command::CreateCluster(cluster)])).unwrap_err();
     assert!(halt.to_string().contains("weight_migration_max_members_per_round"), "{halt}");
     assert_eq!(state, State::new());
+    let mut first = entry(vec![create()]);
+    first.commands[0].not_after = LogTime::MAX;
+    assert_eq!(fold(&mut state, 1, 5, &first).unwrap().outcomes, [Ok(Reply::Done)], "whatever its window says");
 }
 
 #[test]
@@ -76,7 +80,10 @@ fn a_repeated_command_hears_its_first_outcome_and_has_no_second_effect() {
     let late = log.fold(vec![record]).outcomes.remove(0).unwrap_err();
     assert_eq!(late.code, ErrorCode::Unavailable);
     assert!(late.message.contains("too late"));
-    assert!(log.state.record.recent.keys().all(|id| id.as_str() != "cmd-4"), "forgotten once no repeat can be accepted");
+    assert!(
+        log.state.record.recent.keys().all(|id| id.as_str() != "cmd-4"),
+        "forgotten once no repeat can be accepted"
+    );
 }
 
 #[test]
@@ -124,7 +131,11 @@ fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
     let outcomes = fold(&mut state, 1, 1, &entry(commands)).unwrap().outcomes;
     let refused = |at: usize| outcomes[at].as_ref().unwrap_err();
     for at in [1, 2, 5] {
-        assert!(refused(at).message.contains(if at == 5 { "family 11" } else { "weight_management" }), "{at}: {:?}", refused(at));
+        assert!(
+            refused(at).message.contains(if at == 5 { "family 11" } else { "weight_management" }),
+            "{at}: {:?}",
+            refused(at)
+        );
         assert_eq!(refused(at).code, ErrorCode::NotReady);
     }
     assert!(outcomes[7].is_ok() && outcomes[8].is_ok());

@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    AbortImport, Availability, Command, DeletionFinished, Digest, ErrorCode, InstanceId, InstanceStanding, LogPosition, MigrationMode,
-    NodeId, OperationKind, OperationStatus, RenewImport, Residency,
+    AbortImport, Availability, Command, DeletionFinished, Digest, ErrorCode, InstanceId, InstanceStanding, LogPosition,
+    MigrationMode, NodeId, OperationKind, OperationStatus, RenewImport, Residency,
 };
 
 use crate::testing::*;
@@ -101,7 +101,10 @@ fn a_commit_publishes_ready_and_hot_and_its_repeat_returns_the_record() {
     let command = Command::CommitImport(commit(&session, manifest(1)));
     assert_eq!(log.events(command.clone()), ["REVISION_READY"]);
     let revision = log.revision(1).clone();
-    assert_eq!((revision.availability, revision.residency, revision.observed_hot_ppm), (Availability::Ready, Residency::Hot, 1_000_000));
+    assert_eq!(
+        (revision.availability, revision.residency, revision.observed_hot_ppm),
+        (Availability::Ready, Residency::Hot, 1_000_000)
+    );
     assert_eq!((revision.metadata_generation, &revision.operation_id), (2, &None));
     assert_eq!(log.state.watermark(&identity(1).lineage()), 1);
     assert_eq!(log.accept_revision(command), revision);
@@ -121,7 +124,10 @@ fn a_preference_other_than_hot_starts_its_migration_in_the_same_entry() {
         assert_eq!(events, ["REVISION_READY", "OPERATION_STARTED"]);
         let operation = log.active(1);
         assert_eq!((operation.kind, operation.target), (OperationKind::Migrating, Some(preferred)));
-        assert_eq!((operation.status, operation.total_units, operation.total_bytes), (OperationStatus::Runnable, 4, 400));
+        assert_eq!(
+            (operation.status, operation.total_units, operation.total_bytes),
+            (OperationStatus::Runnable, 4, 400)
+        );
         assert_eq!(operation.target_hot_ratio.is_some(), preferred == Residency::Mixed);
         assert_eq!(log.generation(1), 2, "one durable mutation");
     }

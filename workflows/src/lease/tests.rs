@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    AcquireLease, Availability, Command, ErrorCode, LeaseGrant, MigrationMode, MigrationTrigger, OperationStatus, Outcome, ParkReason, Reply,
-    Residency,
+    AcquireLease, Availability, Command, ErrorCode, LeaseGrant, MigrationMode, MigrationTrigger, OperationStatus,
+    Outcome, ParkReason, Reply, Residency,
 };
 
 use crate::testing::*;

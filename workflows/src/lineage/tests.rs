@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    AbortImport, AbortReplacement, Availability, ClaimPhase, Command, ErrorCode, MigrationMode, OperationStatus, ParkReason,
-    ReplacementAdvanced, Residency, UpsertMode, WeightOperation,
+    AbortImport, AbortReplacement, Availability, ClaimPhase, Command, ErrorCode, MigrationMode, OperationStatus,
+    ParkReason, ReplacementAdvanced, Residency, UpsertMode, WeightOperation,
 };
 
 use crate::testing::*;
@@ -11,7 +11,11 @@ fn put_first(log: &mut Log) -> WeightOperation {
 }
 
 fn to(operation: &WeightOperation, to: ClaimPhase) -> Command {
-    Command::ReplacementAdvanced(ReplacementAdvanced { operation_id: operation.operation_id.clone(), epoch: operation.epoch, to })
+    Command::ReplacementAdvanced(ReplacementAdvanced {
+        operation_id: operation.operation_id.clone(),
+        epoch: operation.epoch,
+        to,
+    })
 }
 
 fn abort(request_id: &str) -> Command {
@@ -39,9 +43,11 @@ fn status(log: &Log, operation: &WeightOperation) -> (OperationStatus, Option<Pa
     (operation.status, operation.park_reason)
 }
 
-const WAITS_FOR_TARGET: (OperationStatus, Option<ParkReason>) = (OperationStatus::Parked, Some(ParkReason::TargetImport));
+const WAITS_FOR_TARGET: (OperationStatus, Option<ParkReason>) =
+    (OperationStatus::Parked, Some(ParkReason::TargetImport));
 const WAITS_FOR_LEASES: (OperationStatus, Option<ParkReason>) = (OperationStatus::Parked, Some(ParkReason::LeaseDrain));
-const WAITS_FOR_DELETION: (OperationStatus, Option<ParkReason>) = (OperationStatus::Parked, Some(ParkReason::BaseDeletion));
+const WAITS_FOR_DELETION: (OperationStatus, Option<ParkReason>) =
+    (OperationStatus::Parked, Some(ParkReason::BaseDeletion));
 
 #[test]
 fn put_first_walks_every_phase_and_commits_the_watermark_last() {
@@ -68,7 +74,11 @@ fn put_first_walks_every_phase_and_commits_the_watermark_last() {
     assert_eq!(log.operation(&initial.operation_id).status, OperationStatus::Superseded);
     assert_eq!((log.revision(1).retired, log.revision(1).availability), (true, Availability::Ready));
     assert_eq!(status(&log, &operation), WAITS_FOR_LEASES);
-    for refused in [log.refused(acquire(1, "l2", 1_000)), log.refused(renew(1, "l", 60_000)), log.refused(migrate(1, Residency::Hot, 1))] {
+    for refused in [
+        log.refused(acquire(1, "l2", 1_000)),
+        log.refused(renew(1, "l", 60_000)),
+        log.refused(migrate(1, Residency::Hot, 1)),
+    ] {
         assert_eq!((refused.code, refused.details["successor_generation"].as_u64()), (ErrorCode::NotReady, Some(2)));
     }
     assert_eq!(log.pass(10_000), ["OPERATION_PROGRESS"], "the straggler's lease runs out");

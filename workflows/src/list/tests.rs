@@ -33,9 +33,13 @@ fn library() -> Log {
             log.send(Command::CommitImport(commit(&session, manifest))).unwrap();
         }
     };
-    for (resource, revision, generation) in
-        [("llama", "main", 1), ("llama", "main", 2), ("llama-chat", "dev", 9), ("llama-chat", "dev", 10), ("mistral", "main", 1)]
-    {
+    for (resource, revision, generation) in [
+        ("llama", "main", 1),
+        ("llama", "main", 2),
+        ("llama-chat", "dev", 9),
+        ("llama-chat", "dev", 10),
+        ("mistral", "main", 1),
+    ] {
         put("default", "ns", resource, revision, generation, resource != "mistral");
     }
     put("default", "other", "llama", "main", 3, true);
@@ -71,7 +75,10 @@ fn every_filter_narrows_and_filters_combine() {
     assert_eq!(count(ListRequest { resource_id: component("llama"), ..request() }), 3);
     assert_eq!(count(ListRequest { namespace: component("ns"), resource_id: component("llama"), ..request() }), 2);
     assert_eq!(count(ListRequest { resource_prefix: Some("llama".into()), ..request() }), 5);
-    assert_eq!(count(ListRequest { namespace: component("ns"), resource_prefix: Some("llama-".into()), ..request() }), 2);
+    assert_eq!(
+        count(ListRequest { namespace: component("ns"), resource_prefix: Some("llama-".into()), ..request() }),
+        2
+    );
     assert_eq!(count(ListRequest { revision: component("main"), ..request() }), 3);
     assert_eq!(count(ListRequest { revision: component("main"), all: true, ..request() }), 5);
 }
@@ -79,7 +86,11 @@ fn every_filter_narrows_and_filters_combine() {
 #[test]
 fn pages_of_any_size_add_up_to_the_whole_without_repeats() {
     let log = library();
-    for base in [request(), ListRequest { all: true, ..request() }, ListRequest { resource_id: component("llama"), ..request() }] {
+    for base in [
+        request(),
+        ListRequest { all: true, ..request() },
+        ListRequest { resource_id: component("llama"), ..request() },
+    ] {
         let whole = names(&list(&log, &base));
         for limit in 1..=8 {
             let mut pages = Vec::new();

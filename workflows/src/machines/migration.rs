@@ -109,9 +109,10 @@ impl Migration<'_> {
         let view = &self.operation.view;
         let Some(authorized) = self.operation.authorized else { return self.seen.raise_fence(view.fence) };
         let batch = self.authorized_units(&authorized);
-        let idle = self.seen.inventory.nodes.iter().find(|(_, inventory)| {
-            inventory.fence < view.fence && !batch.iter().any(|unit| inventory.cold.get(*unit))
-        });
+        let idle =
+            self.seen.inventory.nodes.iter().find(|(_, inventory)| {
+                inventory.fence < view.fence && !batch.iter().any(|unit| inventory.cold.get(*unit))
+            });
         let (node, _) = idle?;
         let request = NodeRequest::RaiseFence { instance: self.seen.instance.clone(), fence: view.fence };
         Some(Step::Effect { node: node.clone(), request })

@@ -1,5 +1,6 @@
 use ballast_schemas::{
-    Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason, Residency, StartMigration, WeightOperation,
+    Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason, Residency,
+    StartMigration, WeightOperation,
 };
 
 use crate::testing::*;
@@ -46,7 +47,10 @@ fn a_mixed_migration_takes_the_policys_ratio_unless_told() {
     assert_eq!(operation.target_hot_ratio, Some(HotRatio::HALF));
     assert_eq!(log.accept_operation(start(Residency::Mixed, Some(500_000), 2, MigrationTrigger::Explicit)), operation);
     assert_eq!(log.code(start(Residency::Mixed, Some(250_000), 2, MigrationTrigger::Explicit)), ErrorCode::Busy);
-    assert_eq!(log.code(start(Residency::Cold, Some(250_000), 2, MigrationTrigger::Explicit)), ErrorCode::InvalidArgument);
+    assert_eq!(
+        log.code(start(Residency::Cold, Some(250_000), 2, MigrationTrigger::Explicit)),
+        ErrorCode::InvalidArgument
+    );
     assert_eq!(log.code(start(Residency::Absent, None, 2, MigrationTrigger::Explicit)), ErrorCode::InvalidArgument);
 }
 
@@ -170,7 +174,10 @@ fn an_operation_that_fails_for_good_with_a_release_outstanding_is_closed_out_by_
     let (mut log, operation) = releasing();
     log.send(attempt_failed(&operation, true)).unwrap();
     let id = operation.operation_id;
-    assert_eq!((log.operation(&id).status, log.operation(&id).ending), (OperationStatus::Runnable, Some(OperationStatus::Failed)));
+    assert_eq!(
+        (log.operation(&id).status, log.operation(&id).ending),
+        (OperationStatus::Runnable, Some(OperationStatus::Failed))
+    );
     let claimed = log.accept_operation(claim(&id, "w2"));
     assert_eq!(log.code(step(&claimed, claimed.cursor, false)), ErrorCode::Conflict);
     assert_eq!(log.events(step(&claimed, claimed.cursor, true)), ["OPERATION_ENDED"]);

@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    CLAIM_TTL_MS, Command, ErrorCode, LogPosition, MigrationMode, OperationId, OperationStatus, ParkReason, RETRY_BUDGET, RenewClaim, Residency,
-    WeightOperation,
+    CLAIM_TTL_MS, Command, ErrorCode, LogPosition, MigrationMode, OperationId, OperationStatus, ParkReason,
+    RETRY_BUDGET, RenewClaim, Residency, WeightOperation,
 };
 
 use super::OperationKey;

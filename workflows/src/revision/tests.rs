@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    Availability, Command, ErrorCode, InstanceStanding, LogPosition, MigrationMode, MigrationTrigger, NodeId, OperationStatus, PurgeTombstone,
-    Residency, UpdatePolicy, UpsertMode, WeightStoragePolicy,
+    Availability, Command, ErrorCode, InstanceStanding, LogPosition, MigrationMode, MigrationTrigger, NodeId,
+    OperationStatus, PurgeTombstone, Residency, UpdatePolicy, UpsertMode, WeightStoragePolicy,
 };
 
 use crate::testing::*;
@@ -34,15 +34,21 @@ fn a_policy_does_not_change_under_an_active_operation_nor_before_publication() {
     log.send(Command::CommitImport(commit(&session, manifest(1)))).unwrap();
     let operation = log.active(1);
     let busy = log.refused(update(hot(), 99));
-    assert_eq!((busy.code, busy.details["operation_id"].as_str()), (ErrorCode::Busy, Some(operation.operation_id.as_str())));
+    assert_eq!(
+        (busy.code, busy.details["operation_id"].as_str()),
+        (ErrorCode::Busy, Some(operation.operation_id.as_str()))
+    );
     log.finish_migration(1, Residency::Cold, 0);
     log.send(update(hot(), 3)).unwrap();
     assert_eq!(log.revision(1).operation_id, None, "MANUAL waits to be asked");
-    assert_eq!(log.code(Command::UpdatePolicy(UpdatePolicy {
-        identity: identity(2),
-        policy: hot(),
-        expected_metadata_generation: 1
-    })), ErrorCode::NotFound);
+    assert_eq!(
+        log.code(Command::UpdatePolicy(UpdatePolicy {
+            identity: identity(2),
+            policy: hot(),
+            expected_metadata_generation: 1
+        })),
+        ErrorCode::NotFound
+    );
 }
 
 #[test]

@@ -75,7 +75,9 @@ impl World {
         let mut world = Self {
             state: State::new(),
             now_ms: 1_800_000_000_000,
-            nodes: (0..nodes).map(|n| (node_id(n), FakeNode { cold_tier: true, up: true, ..FakeNode::default() })).collect(),
+            nodes: (0..nodes)
+                .map(|n| (node_id(n), FakeNode { cold_tier: true, up: true, ..FakeNode::default() }))
+                .collect(),
             indexes: BTreeMap::new(),
             log: Vec::new(),
             protected: BTreeMap::new(),
@@ -139,12 +141,19 @@ impl World {
             let operation = self.state.revision(&grant.identity).and_then(|revision| revision.operation_id.as_ref());
             // Which units a release may still take is the machine's knowledge; such a lease protects the rest, and that
             // is checked by the leases that are granted without one.
-            if operation.and_then(|id| self.state.operation(id)).is_some_and(|operation| operation.release_outstanding) {
+            if operation.and_then(|id| self.state.operation(id)).is_some_and(|operation| operation.release_outstanding)
+            {
                 continue;
             }
-            let replicas = self.nodes.iter().filter_map(|(node, fake)| Some((node.clone(), fake.held.get(&grant.instance)?.hot.clone())));
-            let protected =
-                Protected { identity: grant.identity.clone(), instance: grant.instance.clone(), replicas: replicas.collect() };
+            let replicas = self
+                .nodes
+                .iter()
+                .filter_map(|(node, fake)| Some((node.clone(), fake.held.get(&grant.instance)?.hot.clone())));
+            let protected = Protected {
+                identity: grant.identity.clone(),
+                instance: grant.instance.clone(),
+                replicas: replicas.collect(),
+            };
             self.protected.insert(grant.lease_id.clone(), protected);
         }
         let state = &self.state;
@@ -157,10 +166,12 @@ impl World {
             let inventory = self.inventory(instance);
             for identity in self.identities() {
                 if self.state.revision(&identity).is_some_and(|revision| revision.instance == *instance) {
-                    check_group(&self.state, &identity, &inventory, index.len()).unwrap_or_else(|violation| panic!("{violation}"));
+                    check_group(&self.state, &identity, &inventory, index.len())
+                        .unwrap_or_else(|violation| panic!("{violation}"));
                 }
             }
         }
+        self.check_replacements();
         for (lease, protected) in &self.protected {
             for (node, hot) in &protected.replicas {
                 let now = self.nodes[node].held.get(&protected.instance);
@@ -168,6 +179,30 @@ impl World {
                     let kept = now.is_some_and(|held| held.hot.get(unit));
                     assert!(kept, "unit {unit} on {node} was released under lease {lease} of {}", protected.identity);
                 }
+            }
+        }
+    }
+
+    /// PUT_FIRST never gives up the base for an unsafe target: where a cold tier exists, every unit of the target has a copy
+    /// on disk or two in memory before the base's deletion begins.
+    fn check_replacements(&self) {
+        for identity in self.identities() {
+            let Some(claim) = self.state.claim(&identity.lineage()).filter(|claim| claim.target == identity) else {
+                continue;
+            };
+            if claim.mode != UpsertMode::PutFirst || claim.phase != ClaimPhase::DeletingBase {
+                continue;
+            }
+            let instance = &self.state.revision(&identity).unwrap().instance;
+            for unit in 0..self.indexes[instance].len() {
+                let holders = || self.nodes.values().filter_map(|fake| Some((fake, fake.held.get(instance)?)));
+                let hot = holders().filter(|(_, held)| held.hot.get(unit)).count();
+                let cold = holders().any(|(_, held)| held.cold.get(unit));
+                let could_be_cold = holders().any(|(fake, held)| fake.cold_tier && held.hot.get(unit));
+                assert!(
+                    cold || hot >= 2 || !could_be_cold,
+                    "the base of {identity} is deleted while unit {unit} is in one memory only"
+                );
             }
         }
     }
@@ -193,7 +228,14 @@ impl World {
 
     // What clients do.
 
-    pub fn begin(&mut self, identity: &RevisionIdentity, session: &str, units: &[u64], policy: Option<WeightStoragePolicy>, nodes: &[NodeId]) -> Outcome {
+    pub fn begin(
+        &mut self,
+        identity: &RevisionIdentity,
+        session: &str,
+        units: &[u64],
+        policy: Option<WeightStoragePolicy>,
+        nodes: &[NodeId],
+    ) -> Outcome {
         let outcome = self.append(Command::BeginImport(BeginImport {
             identity: identity.clone(),
             session_id: SessionId::new(session).unwrap(),
@@ -271,7 +313,12 @@ impl World {
         }))
     }
 
-    pub fn put(&mut self, identity: &RevisionIdentity, units: &[u64], policy: WeightStoragePolicy) -> WeightRevisionMetadata {
+    pub fn put(
+        &mut self,
+        identity: &RevisionIdentity,
+        units: &[u64],
+        policy: WeightStoragePolicy,
+    ) -> WeightRevisionMetadata {
         let nodes = [node_id(0)];
         self.begin(identity, &format!("s{}", self.entries), units, Some(policy), &nodes).unwrap();
         self.commit(identity).unwrap();
@@ -303,15 +350,25 @@ impl World {
     }
 
     pub fn release(&mut self, identity: &RevisionIdentity, lease: &str) -> Outcome {
-        self.append(Command::ReleaseLease(ReleaseLease { identity: identity.clone(), lease_id: LeaseId::new(lease).unwrap() }))
+        self.append(Command::ReleaseLease(ReleaseLease {
+            identity: identity.clone(),
+            lease_id: LeaseId::new(lease).unwrap(),
+        }))
     }
 
     pub fn remove(&mut self, identity: &RevisionIdentity) -> Outcome {
-        let expected_metadata_generation = self.state.revision(identity).map_or(1, |revision| revision.metadata_generation);
+        let expected_metadata_generation =
+            self.state.revision(identity).map_or(1, |revision| revision.metadata_generation);
         self.append(Command::Remove(Remove { identity: identity.clone(), expected_metadata_generation }))
     }
 
-    pub fn replace(&mut self, base: &RevisionIdentity, target: &RevisionIdentity, mode: UpsertMode, request: &str) -> Outcome {
+    pub fn replace(
+        &mut self,
+        base: &RevisionIdentity,
+        target: &RevisionIdentity,
+        mode: UpsertMode,
+        request: &str,
+    ) -> Outcome {
         let expected_metadata_generation = self.state.revision(base).map_or(1, |revision| revision.metadata_generation);
         self.append(Command::BeginReplacement(BeginReplacement {
             base: base.clone(),
@@ -326,6 +383,15 @@ impl World {
     /// The revision's active operation.
     pub fn active(&self, identity: &RevisionIdentity) -> Option<OperationId> {
         self.state.revision(identity)?.operation_id.clone()
+    }
+
+    /// The active operation of the revision that a request is about.
+    pub fn active_on(&self, sent: Option<&InFlight>) -> Option<OperationId> {
+        let Some(InFlight::Request(_, NodeRequest::ReleaseMemory(effect))) = sent else { return None };
+        let current = |identity: &RevisionIdentity| {
+            self.state.revision(identity).is_some_and(|found| found.instance == effect.instance)
+        };
+        self.active(&self.identities().into_iter().find(current)?)
     }
 
     pub fn operation(&self, id: &OperationId) -> WeightOperation {
@@ -359,7 +425,12 @@ impl FakeNode {
         })
     }
 
-    fn answer(&mut self, node: &NodeId, indexes: &BTreeMap<InstanceId, AffinityIndex>, request: &NodeRequest) -> NodeReply {
+    fn answer(
+        &mut self,
+        node: &NodeId,
+        indexes: &BTreeMap<InstanceId, AffinityIndex>,
+        request: &NodeRequest,
+    ) -> NodeReply {
         self.asked.push(request.clone());
         let refuse = |code, text: &str| NodeReply::Failed(BallastError::new(code, text));
         let (instance, fence) = match request {
@@ -370,7 +441,9 @@ impl FakeNode {
                     _ => refuse(ErrorCode::NotReady, "not sealed"),
                 };
             }
-            NodeRequest::RaiseFence { instance, fence } | NodeRequest::DeleteInstance { instance, fence } => (instance, Some(*fence)),
+            NodeRequest::RaiseFence { instance, fence } | NodeRequest::DeleteInstance { instance, fence } => {
+                (instance, Some(*fence))
+            }
             NodeRequest::CopyToCold(effect)
             | NodeRequest::CopyToMemory(effect)
             | NodeRequest::ReleaseMemory(effect)
@@ -469,6 +542,8 @@ pub enum Mishap {
     LostReply,
     /// The step happens twice.
     Twice,
+    /// The step happens, and once more much later.
+    Echo,
     /// The step happens much later; the worker takes it for failed.
     Late,
 }
@@ -508,6 +583,11 @@ impl Worker {
         self.job = None;
     }
 
+    /// What it is at.
+    pub fn operation(&self) -> Option<&OperationId> {
+        self.job.as_ref().map(|job| &job.operation)
+    }
+
     pub fn claim(&mut self, world: &mut World, operation: &OperationId) -> bool {
         let command = ClaimOperation { operation_id: operation.clone(), worker: self.id.clone(), ttl_ms: CLAIM_TTL_MS };
         match world.append(Command::ClaimOperation(command)) {
@@ -530,7 +610,8 @@ impl Worker {
         let stuck = job.last.as_ref() == Some(&step);
         job.last = Some(step.clone());
         if stuck {
-            let error = BallastError::new(ErrorCode::DurabilityFailed, format!("asked for twice without effect: {step:?}"));
+            let error =
+                BallastError::new(ErrorCode::DurabilityFailed, format!("asked for twice without effect: {step:?}"));
             self.fail(world, None, &error);
             return None;
         }
@@ -550,6 +631,7 @@ impl Worker {
                 if mishap == Mishap::Twice {
                     reply = world.ask(&node, &request);
                 }
+                let echo = (mishap == Mishap::Echo).then(|| InFlight::Request(node.clone(), request.clone()));
                 if mishap == Mishap::LostReply {
                     reply = NodeReply::Failed(BallastError::new(ErrorCode::Unavailable, "no answer"));
                 }
@@ -561,6 +643,7 @@ impl Worker {
                         }
                     }
                 }
+                return echo;
             }
             Step::Append(command) => {
                 let record = world.record(command);
@@ -570,6 +653,14 @@ impl Worker {
                         // The same command once more under another id, as a worker that lost the answer would.
                         world.append_records(vec![record.clone()]);
                         let _ = world.append(record.command);
+                    }
+                    Mishap::Echo => {
+                        let again = CommandRecord {
+                            id: CommandId::new(format!("{}-again", record.id)).unwrap(),
+                            ..record.clone()
+                        };
+                        world.append_records(vec![record]);
+                        return Some(InFlight::Command(Box::new(again)));
                     }
                     _ => drop(world.append_records(vec![record])),
                 }
@@ -595,7 +686,9 @@ fn observe(world: &mut World, instance: &InstanceId) -> Result<Observation, Ball
         match world.ask(&node, &NodeRequest::Inventory { instance: instance.clone() }) {
             NodeReply::Inventory(found) => {
                 inventory.nodes.insert(node.clone(), *found);
-                if let NodeReply::AffinityIndex(found) = world.ask(&node, &NodeRequest::AffinityIndex { instance: instance.clone() }) {
+                if let NodeReply::AffinityIndex(found) =
+                    world.ask(&node, &NodeRequest::AffinityIndex { instance: instance.clone() })
+                {
                     index = Some(*found);
                 }
             }
