@@ -47,6 +47,8 @@ pub struct Adoption {
     pub cold_bytes: u64,
     /// Units whose bytes in memory were not what they should be; they are no longer handed out.
     pub wrong_units: u32,
+    /// Units that a record speaks of and whose segment is gone or has another length.
+    pub lost_units: u32,
     /// Imports that never ended and were discarded.
     pub discarded_imports: u32,
     /// Folders that can not be understood. They are kept.
@@ -236,6 +238,7 @@ fn adopt_cold(
             && let Err(error) = files.get(segment)
         {
             tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");
+            adoption.lost_units += units.len() as u32;
             continue;
         }
         held.extend(units);
@@ -264,15 +267,19 @@ fn adopt_memory(
             hot.extend(units.filter(|&unit| record.held.get(unit)));
             continue;
         }
+        let (held, other): (Vec<u32>, Vec<u32>) = units.partition(|&unit| record.held.get(unit));
         let segment = match instance.memory.adopt(index) {
             Ok(Some(segment)) => segment,
-            Ok(None) => continue,
+            Ok(None) => {
+                adoption.lost_units += held.len() as u32;
+                continue;
+            }
             Err(error) => {
                 tracing::error!(%error, instance = %instance.id, "hot units are lost with their segment");
+                adoption.lost_units += held.len() as u32;
                 continue;
             }
         };
-        let (held, other): (Vec<u32>, Vec<u32>) = units.partition(|&unit| record.held.get(unit));
         let free = lock_out_readers(segment.file()).on("lock a segment in", &instance.memory_folder)?;
         if free.is_some() {
             for run in instance.runs(&other) {

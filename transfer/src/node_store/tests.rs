@@ -263,7 +263,11 @@ fn a_writer_that_comes_back_over_checksummed_bytes_is_not_believed() {
     store.write(&id, &session(), 0, 100, b"spoiled").unwrap();
     store.write(&id, &session(), 0, 4096, &right[4096..]).unwrap();
     assert_eq!(seal(&store, &id, &[8192]).unwrap_err().code(), ErrorCode::ChecksumMismatch);
-    store.write(&id, &session(), 0, 100, &right[100..107]).unwrap();
+    store.write(&id, &session(), 0, 0, &right[..4096]).unwrap();
+    store.write(&id, &session(), 0, 100, &right[4096..]).unwrap();
+    let misplaced = seal(&store, &id, &[8192]).unwrap_err();
+    assert_eq!(misplaced.code(), ErrorCode::ChecksumMismatch, "the right bytes at the wrong place: {misplaced}");
+    store.write(&id, &session(), 0, 0, &right).unwrap();
     seal(&store, &id, &[8192]).unwrap();
 }
 
@@ -351,7 +355,9 @@ fn effects_with_a_lower_fence_are_refused_also_after_a_restart() {
     }
     assert!(check_readable(&store, &id, &SIZES).hot.is_full());
     assert_eq!(store.raise_fence(&id, at(12)).unwrap().fence, at(12));
-    assert!(to_cold(&store, &id, 9, 0..5).is_err());
+    drop(store);
+    let store = folders.reopen();
+    assert!(matches!(to_cold(&store, &id, 11, 0..5), Err(StoreError::Fence(_))), "a raised fence is durable by itself");
     assert_eq!(store.highest_seen(), at(12));
 }
 
@@ -409,6 +415,10 @@ fn a_flipped_byte_on_disk_is_noticed_at_promotion_and_never_handed_out() {
     assert!(!inventory.cold.get(0));
     let gone = to_memory(&store, &id, 3, 0..1).unwrap_err();
     assert!(matches!(gone, StoreError::NotHere { unit: 0, .. }), "{gone}");
+    drop(store);
+    let store = folders.reopen();
+    assert_eq!(store.adoption().wrong_units, 0, "no record ever spoke of the wrong bytes");
+    assert_eq!(check_readable(&store, &id, &SIZES).hot.count(), 4);
 }
 
 #[test]
