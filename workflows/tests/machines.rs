@@ -333,6 +333,37 @@ fn lost_payloads_are_reported_and_the_migration_gives_way() {
 }
 
 #[test]
+fn a_target_that_lost_everything_gives_the_base_back() {
+    let mut world = small_rounds();
+    let (base, target) = (identity("m", 1), identity("m", 2));
+    world.put(&base, &UNITS, hot_policy());
+    let Ok(Reply::Claim(claim)) = world.replace(&base, &target, UpsertMode::PutFirst, "r") else { panic!() };
+    let instance = world.put(&target, &UNITS, hot_policy()).instance;
+    let mut worker = Worker::new("w");
+    worker.claim(&mut world, &claim.operation_id);
+    // Behind the back of the world's own checks.
+    node(&mut world).held.remove(&instance);
+    let seen = Observation::new(instance, GroupInventory::default(), None, [node_id(0)].into());
+    let Step::Append(report) = next_step(&world.state, Some(&seen), &claim.operation_id, 1) else {
+        panic!("nothing reported")
+    };
+    assert!(matches!(&report, Command::RevisionDegraded(c) if c.reason.contains("manifest")), "{report:?}");
+    world.append(report).unwrap();
+    assert_eq!(world.state.revision(&target).unwrap().availability, Availability::Degraded);
+    run_all(&mut world);
+    let operation = world.operation(&claim.operation_id);
+    assert_eq!((operation.status, operation.park_reason), (OperationStatus::Parked, Some(ParkReason::TargetImport)));
+    assert!(!world.state.revision(&base).unwrap().retired);
+    world
+        .append(Command::AbortReplacement(AbortReplacement { lineage: base.lineage(), request_id: "r".into() }))
+        .unwrap();
+    world.remove(&target).unwrap();
+    run_all(&mut world);
+    assert_eq!(world.state.revision(&target).unwrap().availability, Availability::Deleted);
+    world.acquire(&base, "l", 1_000).unwrap();
+}
+
+#[test]
 fn deletion_takes_payloads_in_batches_and_the_manifest_last() {
     let mut world = small_rounds();
     let model = identity("m", 1);

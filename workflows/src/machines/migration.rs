@@ -8,8 +8,8 @@
 //! node's disk (RFC, safety invariant 6).
 
 use ballast_schemas::{
-    AffinityIndex, AuthorizeRelease, Availability, Bitmap, Command, ErrorCode, NodeEvidence, NodeRequest,
-    OperationFinished, Residency, RevisionDegraded, WeightRevisionMetadata,
+    AffinityIndex, AuthorizeRelease, Availability, Bitmap, Command, ErrorCode, NodeRequest, OperationFinished,
+    Residency, WeightRevisionMetadata,
 };
 
 use super::work_list::{WorkList, hot_ppm, logical_bytes};
@@ -31,14 +31,14 @@ pub(super) fn next(state: &State, operation: &Operation, seen: Option<&Observati
     if view.ending.is_some() {
         return fence_off(operation, seen);
     }
-    let Some(index) = &seen.index else {
-        let message = format!("no node gave the affinity index of instance {}", view.instance);
-        return Step::Append(failed(view, view.epoch, ErrorCode::Unavailable, message));
-    };
     if metadata.availability != Availability::Ready {
         let message = format!("revision {} is {}, expected READY", view.identity, metadata.availability);
         return Step::Append(failed(view, view.epoch, ErrorCode::NotReady, message));
     }
+    let Some(index) = &seen.index else {
+        // Nobody holds the manifest: once every holder has said so under this fence, that is what is to be told.
+        return seen.raise_fence(view.fence).unwrap_or_else(|| super::lost(metadata, seen, view.fence));
+    };
     let target = view.target.unwrap_or(Residency::Mixed);
     let made;
     let work = match seen.work.get_or_init(|| WorkList::new(index, target, view.target_hot_ratio)) {
@@ -87,7 +87,7 @@ impl Migration<'_> {
             return step;
         }
         if !self.seen.inventory.is_readable(self.index.len()) {
-            return self.lost();
+            return super::lost(self.metadata, self.seen, self.operation.view.fence);
         }
         let cursor = usize::try_from(self.operation.view.cursor).unwrap_or(usize::MAX);
         if let Some(authorized) = self.operation.authorized {
@@ -261,32 +261,5 @@ impl Migration<'_> {
                 self.index.len()
             )
         })
-    }
-
-    /// Some unit, or the manifest, is readable nowhere: every holder has said so under this operation's fence.
-    fn lost(&self) -> Step {
-        let units = self.index.len();
-        let mut readable = self.hot.clone();
-        readable.union_with(&self.cold);
-        let missing = units.saturating_sub(readable.count());
-        let reason = if missing > 0 {
-            format!("{missing} of {units} units have no readable replica on any node")
-        } else {
-            "the manifest is readable on no node".to_owned()
-        };
-        let mut evidence = self.seen.evidence();
-        let absent = self.metadata.placement.iter().filter(|node| !self.seen.inventory.nodes.contains_key(*node));
-        // A node that holds nothing has no fence of its own any more; it was asked under this one.
-        evidence.extend(absent.map(|node| NodeEvidence {
-            node: node.clone(),
-            incarnation: String::new(),
-            fence: self.operation.view.fence,
-        }));
-        Step::Append(Command::RevisionDegraded(RevisionDegraded {
-            identity: self.metadata.identity.clone(),
-            instance: self.metadata.instance.clone(),
-            evidence,
-            reason,
-        }))
     }
 }

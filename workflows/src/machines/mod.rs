@@ -4,7 +4,8 @@
 //! How to drive them:
 //! * Claim the operation, then call [`next_step`] until it says [`Step::Done`].
 //! * [`Step::NeedIndex`]: ask every holder of that instance (the nodes of its revision's placement, and any other that
-//!   published an inventory of it) and make an [`Observation`]. A holder that does not answer is a failure, not an absence.
+//!   published an inventory of it) and make an [`Observation`]. A holder that does not answer is a failure, not an absence;
+//!   an observation without an index says that no holder has the manifest.
 //! * [`Step::Effect`]: send it, put the node's final answer into the observation ([`Observation::answered`]), call again. The
 //!   machines read what was done from inventories alone, so an effect that was lost, repeated or half done is just a state.
 //!   The same effect again after a good answer means that the node did not do it: treat it as a failure.
@@ -24,7 +25,8 @@ use std::sync::OnceLock;
 use ballast_schemas::{
     AffinityIndex, BallastError, Command, ErrorCode, GroupInventory, InstanceId, LogPosition, NodeEvidence, NodeId,
     NodeInventory, NodeReply, NodeRequest, OperationAdvanced, OperationAttemptFailed, OperationError, OperationId,
-    OperationKind, OperationStatus, ParkOperation, ParkReason, UnitEffect, UnitRange, UpsertMode, WeightOperation,
+    OperationKind, OperationStatus, ParkOperation, ParkReason, RevisionDegraded, UnitEffect, UnitRange, UpsertMode,
+    WeightOperation, WeightRevisionMetadata,
 };
 
 use crate::operation::{Operation, OperationKey};
@@ -180,6 +182,29 @@ fn failed(op: &WeightOperation, epoch: u64, code: ErrorCode, message: String) ->
         error: OperationError { code, message },
         permanent: code == ErrorCode::PolicyUnsatisfiable,
     })
+}
+
+/// Some unit, or the manifest, is readable nowhere: every holder has said so under `fence`.
+fn lost(metadata: &WeightRevisionMetadata, seen: &Observation, fence: LogPosition) -> Step {
+    let units = seen.index.as_ref().map_or(0, AffinityIndex::len);
+    let mut readable = seen.inventory.hot(units);
+    readable.union_with(&seen.inventory.cold(units));
+    let missing = units.saturating_sub(readable.count());
+    let reason = if missing > 0 {
+        format!("{missing} of {units} units have no readable replica on any node")
+    } else {
+        "the manifest is readable on no node".to_owned()
+    };
+    let mut evidence = seen.evidence();
+    let absent = metadata.placement.iter().filter(|node| !seen.inventory.nodes.contains_key(*node));
+    // A node that holds nothing has no fence of its own any more; it was asked under this one.
+    evidence.extend(absent.map(|node| NodeEvidence { node: node.clone(), incarnation: String::new(), fence }));
+    Step::Append(Command::RevisionDegraded(RevisionDegraded {
+        identity: metadata.identity.clone(),
+        instance: metadata.instance.clone(),
+        evidence,
+        reason,
+    }))
 }
 
 /// A step forward, with progress as it was unless the caller changes it.

@@ -11,7 +11,7 @@ use ballast_schemas::{
 };
 
 use super::work_list::{hot_ppm, logical_bytes};
-use super::{Observation, Step, advanced, failed, parked};
+use super::{Observation, Step, advanced, parked};
 use crate::operation::Operation;
 use crate::state::State;
 
@@ -57,14 +57,10 @@ fn secure_target(
     if let Some(step) = seen.raise_fence(view.fence) {
         return Some(step);
     }
-    let fail =
-        |message: String| Some(Step::Append(failed(view, view.epoch, ballast_schemas::ErrorCode::NotReady, message)));
-    let Some(index) = &seen.index else {
-        return fail(format!("no node gave the affinity index of target {}", claim.target));
+    // A target that lost bytes is not READY: saying so gives the base back.
+    let Some(index) = seen.index.as_ref().filter(|index| seen.inventory.is_readable(index.len())) else {
+        return Some(super::lost(target, seen, view.fence));
     };
-    if !seen.inventory.is_readable(index.len()) {
-        return fail(format!("target {} is not readable as a whole on any node; the base stays", claim.target));
-    }
     let unsafe_units: Vec<u32> = (0..index.len()).filter(|unit| !is_safe(seen, *unit)).collect();
     if let Some(step) = progress(operation, seen, index, &unsafe_units) {
         return Some(step);

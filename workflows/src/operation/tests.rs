@@ -31,7 +31,7 @@ fn an_id_has_one_spelling() {
 #[test]
 fn a_claim_gives_an_epoch_and_a_fence_and_holds_off_other_workers() {
     let (mut log, id) = migrating();
-    assert_eq!(runnable(&log), [id.clone()]);
+    assert_eq!(runnable(&log), std::slice::from_ref(&id));
     let first = log.accept_operation(claim(&id, "w1"));
     assert_eq!((first.status, first.epoch), (OperationStatus::Claimed, 1));
     assert_eq!(first.fence, LogPosition { seq: log.state.log_seq(), index: 0 });
@@ -54,7 +54,7 @@ fn a_silent_claim_lapses_and_the_zombie_is_refused() {
     log.pass(5_999);
     assert_eq!(log.operation(&id).status, OperationStatus::Claimed);
     assert_eq!(log.pass(1), ["OPERATION_PROGRESS"]);
-    assert_eq!(runnable(&log), [id.clone()]);
+    assert_eq!(runnable(&log), std::slice::from_ref(&id));
     let next = log.accept_operation(claim(&id, "w2"));
     assert_eq!(next.epoch, 2);
     for late in [

@@ -162,13 +162,13 @@ impl World {
 
     /// Safety invariants 5 and 6 on what the nodes hold.
     pub fn check_nodes(&self) {
-        for (instance, index) in &self.indexes {
-            let inventory = self.inventory(instance);
-            for identity in self.identities() {
-                if self.state.revision(&identity).is_some_and(|revision| revision.instance == *instance) {
-                    check_group(&self.state, &identity, &inventory, index.len())
-                        .unwrap_or_else(|violation| panic!("{violation}"));
-                }
+        for identity in self.identities() {
+            let revision = self.state.revision(&identity).unwrap();
+            if revision.availability == Availability::Ready {
+                let inventory = self.inventory(&revision.instance);
+                let units = self.indexes[&revision.instance].len();
+                check_group(&self.state, &identity, &inventory, units)
+                    .unwrap_or_else(|violation| panic!("{violation}"));
             }
         }
         self.check_replacements();
