@@ -16,6 +16,10 @@ use crate::output::Output;
 
 /// How often something that is waited for is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long an interrupted command takes to abort its import and release its lease.
+const SETTLE_PATIENCE: Duration = Duration::from_secs(5);
+/// Exit code after Ctrl-C, as shells have it.
+const INTERRUPTED: i32 = 130;
 
 /// What every command works with.
 pub struct Context {
@@ -25,24 +29,41 @@ pub struct Context {
     pub out: Output,
 }
 
-/// Connects and runs one command.
+/// Connects and runs one command. Ctrl-C drops what it is at: a put is aborted, a lease released, before the program ends.
 pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), BallastError> {
     let gateway = Gateway::connect(&ConnectOptions::new(nats)).await?;
     let context = Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
+    // Those two end well on Ctrl-C by themselves.
+    let ends_by_itself = matches!(command, Command::Open(_) | Command::Watch(_));
+    let interrupted = async {
+        if ends_by_itself || tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    };
+    tokio::select! {
+        result = dispatch(&context, command) => result,
+        () = interrupted => {
+            context.gateway.settle(SETTLE_PATIENCE).await;
+            std::process::exit(INTERRUPTED);
+        }
+    }
+}
+
+async fn dispatch(context: &Context, command: Command) -> Result<(), BallastError> {
     match command {
-        Command::Put(args) => write::put(&context, args).await,
-        Command::Upsert(args) => write::upsert(&context, args).await,
-        Command::Get(args) => read::get(&context, args).await,
-        Command::Open(args) => read::open(&context, args).await,
-        Command::Ls(args) => revisions::ls(&context, args).await,
-        Command::Show(args) => revisions::show(&context, args).await,
-        Command::Policy(args) => revisions::policy(&context, args).await,
-        Command::Rm(args) => revisions::rm(&context, args).await,
-        Command::Migrate(args) => operations::migrate(&context, args).await,
-        Command::Op(args) => operations::op(&context, args).await,
-        Command::Watch(args) => follow::watch(&context, args).await,
-        Command::Status => follow::status(&context).await,
-        // Services are run by `main` and never reach this place.
+        Command::Put(args) => write::put(context, args).await,
+        Command::Upsert(args) => write::upsert(context, args).await,
+        Command::Get(args) => read::get(context, args).await,
+        Command::Open(args) => read::open(context, args).await,
+        Command::Ls(args) => revisions::ls(context, args).await,
+        Command::Show(args) => revisions::show(context, args).await,
+        Command::Policy(args) => revisions::policy(context, args).await,
+        Command::Rm(args) => revisions::rm(context, args).await,
+        Command::Migrate(args) => operations::migrate(context, args).await,
+        Command::Op(args) => operations::op(context, args).await,
+        Command::Watch(args) => follow::watch(context, args).await,
+        Command::Status => follow::status(context).await,
+        // Services are run by `services` and never reach this place.
         Command::Dev(_) | Command::Gateway(_) | Command::WorkflowWorker(_) | Command::TransferWorker(_) => Ok(()),
     }
 }

@@ -16,17 +16,7 @@ pub async fn get(context: &Context, args: GetArgs) -> Result<(), BallastError> {
     let identity = resolve(&context.store, &args.name.text).await?;
     let options = GetOptions { progress: shown_progress(context.out, "get"), ..GetOptions::default() };
     let target = GetTarget::Directory { path: &args.to, overwrite: args.force };
-    let report = tokio::select! {
-        report = context.store.weight_get(&identity, target, options) => report.map_err(|error| match error.code {
-            ErrorCode::Conflict if !args.force => BallastError { message: format!("{} (--force)", error.message), ..error },
-            _ => error,
-        })?,
-        _ = tokio::signal::ctrl_c() => {
-            // The read was dropped, which releases its lease in the background.
-            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-            std::process::exit(130);
-        }
-    };
+    let report = context.store.weight_get(&identity, target, options).await?;
     context.out.show(&get_json(&report), || {
         let how = report.transport.map_or_else(String::new, |transport| format!(", {transport}"));
         format!(

@@ -75,17 +75,10 @@ pub async fn upsert(context: &Context, args: UpsertArgs) -> Result<(), BallastEr
     publish(context, writer, Some(base), args.wait).await
 }
 
-/// Moves the bytes, publishes, waits if asked to, and says what there is now. Ctrl-C aborts the import.
+/// Moves the bytes, publishes, waits if asked to, and says what there is now.
 async fn publish(context: &Context, writer: PutWriter, base: Option<RevisionIdentity>, wait: bool) -> Result<(), BallastError> {
     let identity = writer.identity().clone();
-    let report = tokio::select! {
-        report = writer.commit() => report?,
-        _ = tokio::signal::ctrl_c() => {
-            // The writer was dropped with its commit, which aborts the import in the background.
-            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-            std::process::exit(130);
-        }
-    };
+    let report = writer.commit().await?;
     let mut revision = report.revision.clone();
     if wait {
         if let Some(operation) = &revision.operation_id {
