@@ -56,7 +56,7 @@ def known_dtype(name, what):
         word = name.rsplit(".", 1)[-1]
         if word in _FROM_WORD:
             return _FROM_WORD[word]
-    else:
+    elif name is not None:
         word = str(name).rsplit(".", 1)[-1]
         if word in _FROM_WORD:
             return _FROM_WORD[word]
@@ -220,16 +220,14 @@ def _of_buffer(view, name):
         raise _not_contiguous(name)
     dtype, shape = None, None
     # One-dimensional plain bytes say nothing of what is in them.
-    if not (view.ndim == 1 and view.format in ("B", "b", "c")):
+    if not (view.ndim == 1 and view.format.lstrip("@=<") in ("B", "b", "c")):
         try:
             dtype = _FROM_NUMPY[np.dtype(view.format)]
         except (KeyError, TypeError):
             raise invalid(f"tensor {name!r} has the buffer format {view.format!r}, which can not be stored", tensor=name) from None
         shape = view.shape
-    address = 0
-    if view.nbytes:
-        flat = view.cast("B") if view.ndim != 1 or view.format != "B" else view
-        address = np.frombuffer(flat, dtype=np.uint8).ctypes.data
+    # numpy finds the address of any contiguous buffer, whatever its format.
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data if view.nbytes else 0
     return Memory(address, view.nbytes, dtype, shape, not view.readonly, view)
 
 

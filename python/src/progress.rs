@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_client::{Phase, Progress};
+use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
 const TELL_EVERY: Duration = Duration::from_millis(50);
@@ -26,8 +27,12 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>) -> Progress {
         Python::attach(|py| {
             let phase = update.phase.to_string();
             let arguments = (phase, update.done_bytes, update.total_bytes, update.note.clone());
-            if let Err(error) = callback.call1(py, arguments) {
-                error.write_unraisable(py, None);
+            match callback.call1(py, arguments) {
+                Ok(_) => {}
+                // Ctrl-C while Python was listening: sent on, so that it ends the call and not only the callback.
+                // SAFETY: it only marks the signal as come, and the interpreter is attached.
+                Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => unsafe { pyo3::ffi::PyErr_SetInterrupt() },
+                Err(error) => error.write_unraisable(py, None),
             }
         });
     })

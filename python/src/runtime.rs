@@ -15,7 +15,7 @@ use crate::error::raise;
 
 /// How often Python is asked whether a signal has come.
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
-/// How long an interrupted call waits until its lease is released and its import aborted.
+/// How long a call that failed or was interrupted waits until its lease is released and its import aborted.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(3);
 
 /// The runtime of this process. A fork has none of its parent's threads and gets one of its own.
@@ -99,7 +99,8 @@ pub(crate) fn wait<T: Send>(
                 () = cancelled => End::Cancelled,
             }
         });
-        if !matches!(end, End::Done(_))
+        // What failed or was ended lets go of its lease, or its import, behind our back.
+        if !matches!(end, End::Done(Ok(_)))
             && let Some(gateway) = gateway
         {
             runtime.block_on(gateway.settle(SETTLE_PATIENCE));
