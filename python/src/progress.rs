@@ -31,7 +31,9 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>) -> Progress {
                 Ok(_) => {}
                 // Ctrl-C while Python was listening: sent on, so that it ends the call and not only the callback.
                 // SAFETY: it only marks the signal as come, and the interpreter is attached.
-                Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => unsafe { pyo3::ffi::PyErr_SetInterrupt() },
+                Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => unsafe {
+                    pyo3::ffi::PyErr_SetInterrupt()
+                },
                 Err(error) => error.write_unraisable(py, None),
             }
         });
