@@ -101,6 +101,24 @@ fn hot_copies_back_and_a_second_demotion_is_free_of_copies() {
 }
 
 #[test]
+fn a_promotion_tells_of_every_round() {
+    let mut world = small_rounds();
+    let model = identity("m", 1);
+    world.put(&model, &UNITS, policy(Residency::Cold, 500_000, MigrationMode::Manual));
+    run_all(&mut world);
+    let up = world.migrate(&model, Residency::Hot);
+    let mut worker = Worker::new("w");
+    assert!(worker.claim(&mut world, &up));
+    let mut told = Vec::new();
+    while !world.operation(&up).status.is_terminal() {
+        worker.step(&mut world, Mishap::None);
+        told.push(world.operation(&up).processed_units);
+    }
+    told.dedup();
+    assert_eq!(told, [0, 2, 4, 6]);
+}
+
+#[test]
 fn every_move_between_hot_cold_and_mixed_arrives() {
     let targets = [Residency::Hot, Residency::Cold, Residency::Mixed];
     for from in targets {

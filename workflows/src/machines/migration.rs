@@ -94,6 +94,13 @@ impl Migration<'_> {
             return self.release(&authorized);
         }
         if cursor < self.work.promote {
+            // A round's worth of units that are there is told before the next round: the operation's progress is what people
+            // and a successor see.
+            let there = self.units(cursor, self.work.promote).iter().take_while(|unit| self.hot.get(**unit)).count();
+            let there = cursor.saturating_add(there);
+            if there >= self.round(cursor, self.work.promote, |_| true) {
+                return self.advance(there);
+            }
             let to = self.round(cursor, self.work.promote, |unit| !self.hot.get(unit));
             return self.promote(cursor, to).unwrap_or_else(|| self.advance(to));
         }
