@@ -218,12 +218,13 @@ impl Placement {
             let reason = format!("{:?} is not in the placement", binding.participant_id);
             return Err(PlacementError::new(format!("{path}.participant_id"), reason));
         };
-        let fragments = self.parts()[place].fragments();
+        let part = &self.parts()[place];
+        let fragments = part.fragments();
         let mut bound = vec![false; fragments.len()];
         for (at, own) in binding.fragments.iter().enumerate() {
             let path = |field: &str| format!("{path}.fragments[{at}].{field}");
             let id = &own.placement_fragment_id;
-            let Ok(found) = fragments.binary_search_by(|other| other.placement_fragment_id.cmp(id)) else {
+            let Some(found) = part.fragment_place(id) else {
                 let reason = format!("{id:?} is no fragment of participant {:?}", binding.participant_id);
                 return Err(PlacementError::new(path("placement_fragment_id"), reason));
             };

@@ -201,7 +201,7 @@ pub(super) fn write_placement(placement: &Placement, form: Form) -> Vec<u8> {
     w.list(placement.parts(), |w, part| {
         w.open();
         w.field("fragments");
-        w.list(part.fragments(), |w, fragment| fragment.write(w, Form::Document));
+        w.list(part.fragments_by_name(), |w, fragment| fragment.write(w, Form::Document));
         w.field("participant_id");
         w.string(&part.participant().participant_id);
         w.field("rank");
@@ -270,7 +270,7 @@ pub(super) fn write_part(part: &PlacementPart) -> Vec<u8> {
     let identity = part.identity();
     w.open();
     w.field("fragments");
-    w.list(part.fragments(), |w, fragment| fragment.write(w, Form::Document));
+    w.list(part.fragments_by_name(), |w, fragment| fragment.write(w, Form::Document));
     w.field("participant_id");
     w.string(&part.participant().participant_id);
     w.field("placement_set_id");

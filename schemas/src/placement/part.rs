@@ -8,8 +8,7 @@ use super::error::PlacementError;
 use super::topology::{Form, ParallelRank, ParallelTopology, Participant, sha256_id};
 use crate::digest::Digest;
 use crate::manifest::{
-    CoverProblem, PARTS_MAX, ParallelAxis, RANK_MAX, Region, Tensor, Writer, check_cover, check_tensor_name,
-    volume_bytes,
+    CoverProblem, PARTS_MAX, ParallelAxis, Region, Tensor, Writer, check_cover, check_tensor_name, volume_bytes,
 };
 
 /// Which weights a placement is about. The parts of one placement agree on all of it.
@@ -94,6 +93,10 @@ impl PlacementFragment {
     #[must_use]
     pub fn tensor_id(&self) -> &str {
         &self.tensor.tensor_id
+    }
+
+    fn sort_key(&self) -> (&str, &[u64], &[u64], &str) {
+        (self.tensor_id(), &self.global_offset, &self.local_shape, &self.placement_fragment_id)
     }
 
     pub(super) fn write(&self, w: &mut Writer, form: Form) {
@@ -203,8 +206,11 @@ pub struct PlacementPart {
     topology_id: String,
     participant: Participant,
     tensors: Vec<Arc<Tensor>>,
+    /// By tensor and box: a planner goes through them in this order.
     fragments: Vec<PlacementFragment>,
     by_tensor: ByTensor<u32>,
+    /// Their places by their names: the order of the document.
+    by_name: Vec<u32>,
     digest: OnceLock<Digest>,
 }
 
@@ -241,17 +247,20 @@ impl PlacementPart {
                 format!("{}; at most {PARTS_MAX} are allowed", fragments.len()),
             ));
         }
-        fragments.sort_unstable_by(|a, b| a.placement_fragment_id.cmp(&b.placement_fragment_id));
-        for (place, fragment) in fragments.iter().enumerate() {
+        fragments.sort_unstable_by(|a, b| a.sort_key().cmp(&b.sort_key()));
+        let mut by_name: Vec<u32> = (0..fragments.len() as u32).collect();
+        let name = |place: u32| &fragments[place as usize].placement_fragment_id;
+        by_name.sort_unstable_by(|a, b| name(*a).cmp(name(*b)));
+        for (place, &at) in by_name.iter().enumerate() {
             let path = |field: &str| format!("fragments[{place}].{field}");
-            fragment.check(participant.rank, &path)?;
-            if place > 0 && fragments[place - 1].placement_fragment_id == fragment.placement_fragment_id {
-                let reason = format!("{:?} stands twice", fragment.placement_fragment_id);
-                return Err(PlacementError::new(path("placement_fragment_id"), reason));
+            fragments[at as usize].check(participant.rank, &path)?;
+            if place > 0 && name(by_name[place - 1]) == name(at) {
+                return Err(PlacementError::new(path("placement_fragment_id"), format!("{:?} stands twice", name(at))));
             }
         }
         let (tensors, by_tensor) = group(&fragments)?;
-        let part = Self { identity, topology_id, participant, tensors, fragments, by_tensor, digest: OnceLock::new() };
+        let digest = OnceLock::new();
+        let part = Self { identity, topology_id, participant, tensors, fragments, by_tensor, by_name, digest };
         part.check_overlaps()?;
         Ok(part)
     }
@@ -339,10 +348,23 @@ impl PlacementPart {
         &self.tensors
     }
 
-    /// The fragments, by their names.
+    /// The fragments, by tensor and box.
     #[must_use]
     pub fn fragments(&self) -> &[PlacementFragment] {
         &self.fragments
+    }
+
+    /// Where the fragment of that name stands in [`PlacementPart::fragments`].
+    #[must_use]
+    pub fn fragment_place(&self, placement_fragment_id: &str) -> Option<usize> {
+        let name = |place: &u32| self.fragments[*place as usize].placement_fragment_id.as_str();
+        let at = self.by_name.binary_search_by(|place| name(place).cmp(placement_fragment_id)).ok()?;
+        Some(self.by_name[at] as usize)
+    }
+
+    /// The fragments in the order of the document: by their names.
+    pub(super) fn fragments_by_name(&self) -> impl Iterator<Item = &PlacementFragment> {
+        self.by_name.iter().map(|place| &self.fragments[*place as usize])
     }
 
     /// Where the fragments of a tensor stand, for the tensor at this place in [`PlacementPart::tensors`].
@@ -369,8 +391,10 @@ impl PlacementPart {
                 fragments().map(|own| Region { offset: &own.global_offset, shape: &own.local_shape }).collect();
             match check_cover(&tensor.global_shape, &boxes, &mut comparisons) {
                 Err(CoverProblem::Overlap(first, second)) => {
-                    let path = format!("fragments[{}].global_offset", places[second]);
-                    let reason = format!("overlaps fragments[{}] of tensor {:?}", places[first], tensor.tensor_id);
+                    let in_document =
+                        |at: usize| self.by_name.iter().position(|place| *place == places[at]).unwrap_or(0);
+                    let path = format!("fragments[{}].global_offset", in_document(second));
+                    let reason = format!("overlaps fragments[{}] of tensor {:?}", in_document(first), tensor.tensor_id);
                     return Err(PlacementError::new(path, reason));
                 }
                 Err(CoverProblem::TooMany) => {
@@ -384,27 +408,23 @@ impl PlacementPart {
     }
 }
 
-/// The tensors of fragments, by name, each with one descriptor.
+/// The tensors of fragments, which are sorted by them, each with one descriptor.
 fn group(fragments: &[PlacementFragment]) -> Result<(Vec<Arc<Tensor>>, ByTensor<u32>), PlacementError> {
-    let mut order: Vec<u32> = (0..fragments.len() as u32).collect();
-    let tensor = |at: u32| &fragments[at as usize].tensor;
-    order.sort_unstable_by(|a, b| tensor(*a).tensor_id.cmp(&tensor(*b).tensor_id).then(a.cmp(b)));
     let mut tensors: Vec<Arc<Tensor>> = Vec::new();
-    let mut places = Vec::with_capacity(order.len());
-    for &at in &order {
-        let found = tensor(at);
+    let mut places = Vec::with_capacity(fragments.len());
+    for (at, fragment) in fragments.iter().enumerate() {
+        let found = &fragment.tensor;
         match tensors.last() {
             Some(last) if last.tensor_id == found.tensor_id => check_same_tensor(last, found)?,
             _ => {
                 let name = &found.tensor_id;
                 found.check(&|field| format!("tensors[{name:?}].{field}"), 2)?;
-                debug_assert!(found.global_shape.len() <= RANK_MAX, "checked with the tensor");
                 tensors.push(found.clone());
             }
         }
-        places.push((tensors.len() as u32 - 1, at));
+        places.push((tensors.len() as u32 - 1, at as u32));
     }
-    let by_tensor = ByTensor::new(tensors.len(), places.into_iter());
+    let by_tensor = ByTensor::new(tensors.len(), places.iter().copied());
     Ok((tensors, by_tensor))
 }
 

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use ballast_schemas::placement::{BindingFragment, RuntimeBinding};
 
+use super::execute::{Cuts, copy_in_cuts};
 use super::*;
 use world::{Dice, Model, blank, expected, source_bytes, units};
 
@@ -28,7 +29,10 @@ fn check_mapped(dice: &mut Dice, plan: &Plan, sources: &[Vec<u8>], expected: &[V
         let at = plan.sources().iter().position(|other| std::ptr::eq(other, fragment)).unwrap();
         Some(sources[at].as_slice())
     };
-    let copied = copy_mapped(plan, source, &mut targets, &options).unwrap();
+    // Cut far smaller than outside tests, so that these small tensors are copied in many bands.
+    let cuts =
+        Cuts { piece_bytes: 1 + dice.below(200), band_bytes: 1 + dice.below(50), long_run_bytes: dice.below(64) };
+    let copied = copy_in_cuts(plan, source, &mut targets, &options, cuts).unwrap();
     assert_eq!((copied.bytes, copied.unmapped.len()), (plan.bytes(), 0));
     assert!(targets.is_complete() && targets.unwritten(plan).is_empty());
     assert_eq!(targets.written_bytes(), plan.bytes());
@@ -192,6 +196,34 @@ fn tensor_pipeline_expert_and_data_parallel_ranks_change_in_one_plan() {
     assert_eq!(plan.targets().len(), 16 * 16);
     let (sources, expected) = (source_bytes(&plan, None, Some(&from)), expected(&plan, &to));
     check_mapped(&mut Dice(1), &plan, &sources, &expected);
+}
+
+/// Large enough to be copied in bands and past the caches.
+#[test]
+fn a_large_tensor_crosses_from_one_dimension_to_another() {
+    use ballast_schemas::manifest::{AxisKind, ParallelAxis, Tensor};
+    use ballast_schemas::placement::{AxisSizes, ParallelTopology, Placement};
+
+    let placement = |tp, dim: u32| {
+        let mut tensor = Tensor::plain("w", "F32", 4, vec![5, 600, 1000]);
+        tensor.parallel_axes = vec![ParallelAxis::Split { kind: AxisKind::Tp, dim }];
+        tensor.shard_dims = vec![dim];
+        let topology = ParallelTopology::grid(AxisSizes { tp, ..Default::default() }).unwrap();
+        Placement::from_axes(world::identity(), topology, &[tensor.into()], |_, _| true).unwrap()
+    };
+    for (from, to) in [(0, 2), (2, 1), (2, 2)] {
+        let (from, to) = (placement(2, from), placement(3, to));
+        let plan = plan(PlanSource::Held(&from), PlanTarget::Whole(&to), &limits()).unwrap();
+        let sources = source_bytes(&plan, None, Some(&from));
+        let source = |fragment: &SourceFragment| {
+            plan.sources().iter().position(|other| other == fragment).map(|at| sources[at].as_slice())
+        };
+        let mut buffers = blank(&plan);
+        let mut targets = Targets::new(&plan, slices(&mut buffers)).unwrap();
+        copy_mapped(&plan, source, &mut targets, &CopyOptions::default()).unwrap();
+        assert!(targets.is_complete());
+        assert!(buffers == expected(&plan, &to));
+    }
 }
 
 #[test]
