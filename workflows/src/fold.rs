@@ -249,9 +249,11 @@ impl Fold<'_> {
             );
         }
         let outcome = self.gated(command);
-        let remembered = Remembered { content, outcome: outcome.clone(), until: record.not_after };
+        // Not only until its own `not_after`: a repeat that another gateway received meanwhile is good for longer than that.
+        let until = clock.plus_ms(NOT_AFTER_AHEAD_MS_MAX);
+        let remembered = Remembered { content, outcome: outcome.clone(), until };
         self.state.record.recent.insert(record.id.clone(), remembered);
-        self.state.index.forget.insert((record.not_after, Forget::Command(record.id.clone())));
+        self.state.index.forget.insert((until, Forget::Command(record.id.clone())));
         outcome
     }
 

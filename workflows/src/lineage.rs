@@ -254,9 +254,12 @@ impl Fold<'_> {
             let base = self.revision(base)?;
             if command.mode == UpsertMode::DeleteFirst {
                 base.expect_no_lease(self.clock())?;
-                base.expect_no_operation()?;
+                self.expect_free(base)?;
             }
             base.expect_generation(command.expected_metadata_generation)?;
+        }
+        if command.mode == UpsertMode::DeleteFirst {
+            self.step_aside(base);
         }
         let base_metadata = &self.revision(base)?.metadata;
         let (phase, waits) = match command.mode {

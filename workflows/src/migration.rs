@@ -7,8 +7,8 @@ use ballast_schemas::{
 };
 
 use crate::fold::{Fold, details, reject};
-use crate::operation::{Authorization, End, NewOperation};
-use crate::revision::{Settled, claim_busy, expect_evidence, expect_readable};
+use crate::operation::{Authorization, End, NewOperation, OperationKey};
+use crate::revision::{Revision, Settled, claim_busy, expect_evidence, expect_readable};
 
 impl Fold<'_> {
     pub fn start_migration(&mut self, command: &StartMigration) -> Outcome {
@@ -19,19 +19,27 @@ impl Fold<'_> {
         revision.expect_ready()?;
         self.expect_not_retired(identity)?;
         let revision = self.revision(identity)?;
+        let waiting = self.waiting_automatic(revision).filter(|_| !is_automatic(command.trigger));
         if let Some(operation_id) = revision.metadata.operation_id.clone() {
             let (_, operation) = self.operation(&operation_id)?;
             let same = operation.view.kind == OperationKind::Migrating
                 && operation.view.ending.is_none()
                 && operation.view.target == Some(goal.target)
                 && operation.view.target_hot_ratio == goal.ratio;
-            if !same {
+            if !same && waiting.is_none() {
                 revision.expect_no_operation()?;
             }
-            if !revision.is_repeat_of_last_change(expected) {
-                revision.expect_generation(expected)?;
+            if same {
+                if !revision.is_repeat_of_last_change(expected) {
+                    revision.expect_generation(expected)?;
+                }
+                if let Some(key) = waiting {
+                    // Asked for now: the cooldown holds for automatic migrations only.
+                    self.edit_operation(key, |operation| operation.view.trigger = Some(command.trigger));
+                    self.make_runnable(key);
+                }
+                return self.operation_reply(&operation_id);
             }
-            return self.operation_reply(&operation_id);
         }
         if let Some(claim) = self.open_claim(&identity.lineage()).filter(|claim| claim.target == *identity) {
             return Err(claim_busy(claim, "its target is migrated once the replacement has ended"));
@@ -51,10 +59,37 @@ impl Fold<'_> {
             revision.expect_no_lease(self.clock())?;
         }
         revision.expect_generation(expected)?;
+        self.step_aside(identity);
         let operation_id = self.add_migration(identity, goal, command.trigger);
         self.change_revision(identity, |revision| revision.metadata.operation_id = Some(operation_id.clone()));
         self.emit_started(Some(&operation_id));
         self.operation_reply(&operation_id)
+    }
+
+    /// BUSY with the active operation named, unless that is an automatic migration which still waits for its cooldown: it
+    /// has done nothing yet, and steps aside for what a person asks.
+    pub fn expect_free(&self, revision: &Revision) -> Result<(), Rejection> {
+        match self.waiting_automatic(revision) {
+            Some(_) => Ok(()),
+            None => revision.expect_no_operation(),
+        }
+    }
+
+    fn waiting_automatic(&self, revision: &Revision) -> Option<OperationKey> {
+        let key = revision.operation_key()?;
+        let view = &self.state.record.operations.get(&key)?.view;
+        let waits = view.status == OperationStatus::Parked && view.park_reason == Some(ParkReason::Cooldown);
+        let untouched = view.epoch == 0 && view.ending.is_none();
+        (view.trigger.is_some_and(is_automatic) && waits && untouched).then_some(key)
+    }
+
+    /// Ends what [`Fold::expect_free`] passed over. The record changes once, by the command that follows in the same entry.
+    pub fn step_aside(&mut self, identity: &RevisionIdentity) {
+        let waiting = self.state.record.revisions.get(identity).and_then(|revision| self.waiting_automatic(revision));
+        if let Some(key) = waiting {
+            self.edit_revision(identity, |revision| revision.metadata.operation_id = None);
+            self.end_operation(key, End::new(OperationStatus::Superseded), |_| {});
+        }
     }
 
     /// What a migration command asks for; the policy's ratio when a MIXED one names none.

@@ -223,8 +223,10 @@ impl Fold<'_> {
         }
         self.expect_not_retired(identity)?;
         let revision = self.revision(identity)?;
-        revision.expect_no_operation()?;
+        self.expect_free(revision)?;
         revision.expect_generation(command.expected_metadata_generation)?;
+        self.step_aside(identity);
+        let revision = self.revision(identity)?;
         // AUTO converges by itself; the other modes wait to be asked (RFC, Migration Mode).
         let goal = Settled::preferred(&command.policy);
         let converge = command.policy.migration_mode == MigrationMode::Auto
@@ -258,8 +260,9 @@ impl Fold<'_> {
         }
         let revision = self.revision(identity)?;
         revision.expect_no_lease(self.clock())?;
-        revision.expect_no_operation()?;
+        self.expect_free(revision)?;
         revision.expect_generation(command.expected_metadata_generation)?;
+        self.step_aside(identity);
         self.start_deletion(identity);
         self.revision_reply(identity)
     }

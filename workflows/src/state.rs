@@ -75,7 +75,7 @@ pub(crate) struct Remembered {
     /// Digest of what the command asked for.
     pub content: Digest,
     pub outcome: Outcome,
-    /// The command's `not_after`: no repeat is accepted later anyway.
+    /// Two command windows after it was folded: a repeat received within the first is never accepted after the second.
     pub until: LogTime,
 }
 

@@ -80,10 +80,28 @@ fn a_repeated_command_hears_its_first_outcome_and_has_no_second_effect() {
     let late = log.fold(vec![record]).outcomes.remove(0).unwrap_err();
     assert_eq!(late.code, ErrorCode::Unavailable);
     assert!(late.message.contains("too late"));
+    log.pass(60_000);
     assert!(
         log.state.record.recent.keys().all(|id| id.as_str() != "cmd-4"),
         "forgotten once no repeat can be accepted"
     );
+}
+
+#[test]
+fn a_repeat_that_was_received_later_hears_the_first_outcome_for_as_long_as_it_is_good() {
+    let mut log = Log::new();
+    log.put(1, hot());
+    let record = log.record(migrate(1, Residency::Cold, 2));
+    let first = log.fold(vec![record.clone()]).outcomes.remove(0);
+    let operation = log.active(1);
+    log.pass(50_000);
+    // Another gateway received the repeat just now, and appends it only after the first one's window.
+    let repeat = CommandRecord { not_after: log.state.log_clock().plus_ms(ballast_schemas::COMMAND_WINDOW_MS), ..record };
+    log.send(Command::CancelOperation(operation.operation_id)).unwrap();
+    log.pass(30_000);
+    let again = log.fold(vec![repeat]);
+    assert_eq!(again.outcomes, [first]);
+    assert!(log.revision(1).operation_id.is_none(), "nothing was started a second time");
 }
 
 #[test]

@@ -1,5 +1,5 @@
 use ballast_schemas::{
-    Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason, Residency,
+    Availability, Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason, Residency,
     StartMigration, WeightOperation,
 };
 
@@ -201,4 +201,39 @@ fn a_cancel_finds_an_operation_that_waits_with_a_release_outstanding() {
         log.send(step(&claimed, claimed.cursor, true)).unwrap();
         assert_eq!(log.operation(&id).status, OperationStatus::Cancelled, "{stop}");
     }
+}
+
+/// Cold by request a moment ago, then read: the promotion to the preferred residency waits for the cooldown.
+fn waiting_promotion() -> (Log, WeightOperation) {
+    let mut log = Log::new();
+    log.put(1, policy(Residency::Hot, MigrationMode::Auto));
+    log.send(start(Residency::Cold, None, log.generation(1), MigrationTrigger::Explicit)).unwrap();
+    log.finish_migration(1, Residency::Cold, 0);
+    log.send(acquire(1, "l", 10_000)).unwrap();
+    log.send(release(1, "l")).unwrap();
+    let waiting = log.active(1);
+    assert_eq!(waiting.park_reason, Some(ParkReason::Cooldown));
+    (log, waiting)
+}
+
+#[test]
+fn an_automatic_migration_in_its_cooldown_steps_aside_for_what_a_person_asks() {
+    let (mut log, waiting) = waiting_promotion();
+    let generation = log.generation(1);
+    let asked = log.accept_operation(start(Residency::Mixed, None, generation, MigrationTrigger::Explicit));
+    assert_eq!((asked.status, log.operation(&waiting.operation_id).status), (OperationStatus::Runnable, OperationStatus::Superseded));
+    assert_eq!(log.generation(1), generation + 1, "one change of the record");
+
+    let (mut log, waiting) = waiting_promotion();
+    log.send(remove(1, log.generation(1))).unwrap();
+    assert_eq!(log.operation(&waiting.operation_id).status, OperationStatus::Superseded);
+    assert_eq!(log.revision(1).availability, Availability::Deleting);
+}
+
+#[test]
+fn asking_for_what_waits_for_its_cooldown_starts_it_at_once() {
+    let (mut log, waiting) = waiting_promotion();
+    let asked = log.accept_operation(start(Residency::Hot, None, log.generation(1), MigrationTrigger::Explicit));
+    assert_eq!((&asked.operation_id, asked.status), (&waiting.operation_id, OperationStatus::Runnable));
+    assert_eq!(asked.trigger, Some(MigrationTrigger::Explicit));
 }
