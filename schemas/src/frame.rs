@@ -22,7 +22,7 @@ pub const HEADER_BYTES_MAX: u32 = 4 * 1024 * 1024;
 pub const DATA_BYTES_MAX: u64 = 8 * 1024 * 1024;
 /// Bytes of one manifest or affinity index.
 pub const DOCUMENT_BYTES_MAX: u64 = 512 * 1024 * 1024;
-/// Ranges in one `ReadRanges` or `WriteFd` request.
+/// Ranges in one `ReadRanges`, `Write` or `WriteFd` request.
 pub const RANGES_MAX: usize = 65_536;
 /// Descriptors in one `Segments` response.
 pub const DESCRIPTORS_MAX: usize = 64;
@@ -73,12 +73,10 @@ pub enum Request {
         /// Digest of the layout that the caller computed from the same sizes.
         layout_digest: Digest,
     },
-    /// Writes the payload into a unit of an instance that is not sealed.
+    /// Writes the payload, which is the concatenation of all ranges, into units of an instance that is not sealed.
     Write {
-        /// The unit.
-        unit: u32,
-        /// First byte inside the unit.
-        offset: u64,
+        /// Where its bytes go, in order.
+        ranges: Vec<ByteRange>,
     },
     /// Writes ranges of a regular file or memfd whose one descriptor comes with the frame (Unix socket).
     WriteFd {
@@ -121,9 +119,9 @@ pub struct SourceRange {
     pub bytes: u64,
 }
 
-/// Bytes of a unit to read.
+/// Bytes of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReadRange {
+pub struct ByteRange {
     /// The unit.
     pub unit: u32,
     /// First byte inside the unit.
@@ -131,6 +129,9 @@ pub struct ReadRange {
     /// How many bytes.
     pub bytes: u64,
 }
+
+/// Bytes of a unit to read.
+pub type ReadRange = ByteRange;
 
 /// What a node answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,19 +4,19 @@
 
 use std::fs::File;
 use std::os::fd::BorrowedFd;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, Description, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request,
-    RequestHeader, Response, ResponseHeader, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, Description, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange,
+    Request, RequestHeader, Response, ResponseHeader, SourceRange,
 };
 use ballast_schemas::{AffinityIndex, BallastError, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
 use tokio::net::{TcpStream, UnixStream};
 
+use crate::batching::{batches, read_batch, targets};
 use crate::layout::GroupLayout;
 use crate::mapped::MappedInstance;
 use crate::node_store::Allocated;
@@ -205,16 +205,44 @@ impl NodeConnection {
     /// # Errors
     /// When the node refuses, or the connection breaks; some of the bytes may be written then.
     pub async fn write(&mut self, unit: u32, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+        self.write_ranges(&[ByteRange { unit, offset, bytes: bytes.len() as u64 }], &[bytes]).await
+    }
+
+    /// Writes buffers into ranges of the same lengths, many in one frame.
+    ///
+    /// # Errors
+    /// When the node refuses, or the connection breaks; some of the bytes may be written then.
+    pub async fn write_ranges(&mut self, ranges: &[ByteRange], buffers: &[&[u8]]) -> Result<(), TransferError> {
+        let fits = ranges.len() == buffers.len() && ranges.iter().zip(buffers).all(|(r, b)| r.bytes == b.len() as u64);
+        if !fits {
+            return Err(BallastError::invalid("every range needs a buffer of its length").into());
+        }
         self.check_usable()?;
         let mut ahead = 0;
         let mut failure = None;
-        for (index, piece) in bytes.chunks(WRITE_BYTES as usize).enumerate() {
-            let body = Request::Write { unit, offset: offset + index as u64 * WRITE_BYTES };
-            self.send(body, &[piece], &[]).await?;
+        // Units are cut as a file with all buffers one after the other would be: `source_offset` counts in it.
+        let mut end = 0;
+        let sources = ranges.iter().map(|range| {
+            let source_offset = end;
+            end += range.bytes;
+            SourceRange { source_offset, unit: range.unit, unit_offset: range.offset, bytes: range.bytes }
+        });
+        let sources: Vec<SourceRange> = sources.collect();
+        let mut current = 0;
+        for batch in batches(&sources, WRITE_BYTES) {
+            let mut payload = Vec::with_capacity(batch.len());
+            for piece in &batch {
+                while sources[current].source_offset + sources[current].bytes < piece.source_offset + piece.bytes {
+                    current += 1;
+                }
+                let start = (piece.source_offset - sources[current].source_offset) as usize;
+                payload.push(&buffers[current][start..start + piece.bytes as usize]);
+            }
+            self.send(Request::Write { ranges: targets(&batch) }, &payload, &[]).await?;
             ahead += 1;
             if ahead > WRITES_AHEAD {
                 ahead -= 1;
-                failure = self.written(self.options.stall).await?.or(failure);
+                failure = self.written(self.options.stall).await?;
                 if failure.is_some() {
                     break;
                 }
@@ -249,7 +277,7 @@ impl NodeConnection {
         mut progress: impl FnMut(u64),
     ) -> Result<(), TransferError> {
         if self.wire.is_unix() {
-            for batch in batches(ranges) {
+            for batch in batches(ranges, WRITE_FD_BYTES) {
                 let bytes = batch.iter().map(|range| range.bytes).sum();
                 match self.call(Request::WriteFd { ranges: batch }, &[], &[source], self.options.patience).await?.body {
                     Response::Written { .. } => progress(bytes),
@@ -263,25 +291,24 @@ impl NodeConnection {
         let source = Arc::new(File::from(source.try_clone_to_owned().map_err(|error| failed(0, error))?));
         let mut ahead = std::collections::VecDeque::new();
         let mut failure: Option<TransferError> = None;
-        let mut pieces = ranges.iter().flat_map(|range| split(range, WRITE_BYTES));
+        let mut batches = batches(ranges, WRITE_BYTES);
         loop {
             // After a failure nothing more is sent, but the answers under way are still read.
-            let piece = if failure.is_none() { pieces.next() } else { None };
-            if let Some(piece) = &piece {
-                let (file, offset) = (source.clone(), piece.source_offset);
-                let mut buffer = vec![0; piece.bytes as usize];
-                let read =
-                    tokio::task::spawn_blocking(move || file.read_exact_at(&mut buffer, offset).map(|()| buffer));
-                match read.await.unwrap_or_else(|error| Err(std::io::Error::other(error))) {
+            let batch = if failure.is_none() { batches.next() } else { None };
+            let last = batch.is_none();
+            if let Some(batch) = batch {
+                let (file, ranges) = (source.clone(), targets(&batch));
+                let bytes: u64 = ranges.iter().map(|range| range.bytes).sum();
+                let read = tokio::task::spawn_blocking(move || read_batch(&file, &batch)).await;
+                match read.unwrap_or_else(|error| Err((0, std::io::Error::other(error)))) {
                     Ok(buffer) => {
-                        let body = Request::Write { unit: piece.unit, offset: piece.unit_offset };
-                        self.send(body, &[&buffer], &[]).await?;
-                        ahead.push_back(piece.bytes);
+                        self.send(Request::Write { ranges }, &[&buffer], &[]).await?;
+                        ahead.push_back(bytes);
                     }
-                    Err(error) => failure = Some(failed(offset, error)),
+                    Err((offset, error)) => failure = Some(failed(offset, error)),
                 }
             }
-            if ahead.len() > WRITES_AHEAD || piece.is_none() {
+            if ahead.len() > WRITES_AHEAD || last {
                 match ahead.pop_front() {
                     None => return failure.map_or(Ok(()), Err),
                     Some(bytes) => match self.written(self.options.stall).await? {
@@ -539,36 +566,6 @@ async fn in_time<T>(wait: Duration, connecting: impl Future<Output = std::io::Re
     tokio::time::timeout(wait, connecting).await.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
 }
 
-/// Cuts a range into pieces of at most `bytes`.
-fn split(range: &SourceRange, bytes: u64) -> impl Iterator<Item = SourceRange> + use<> {
-    let range = *range;
-    (0..range.bytes).step_by(bytes as usize).map(move |done| SourceRange {
-        source_offset: range.source_offset + done,
-        unit: range.unit,
-        unit_offset: range.unit_offset + done,
-        bytes: bytes.min(range.bytes - done),
-    })
-}
-
-/// Cuts ranges into requests that are answered before long.
-fn batches(ranges: &[SourceRange]) -> Vec<Vec<SourceRange>> {
-    let mut batches = Vec::new();
-    let mut batch = Vec::new();
-    let mut bytes = 0;
-    for piece in ranges.iter().flat_map(|range| split(range, WRITE_FD_BYTES)) {
-        if !batch.is_empty() && (bytes + piece.bytes > WRITE_FD_BYTES || batch.len() == RANGES_MAX) {
-            batches.push(std::mem::take(&mut batch));
-            bytes = 0;
-        }
-        bytes += piece.bytes;
-        batch.push(piece);
-    }
-    if !batch.is_empty() {
-        batches.push(batch);
-    }
-    batches
-}
-
 fn name(response: &Response) -> &'static str {
     match response {
         Response::Hello(_) => "Hello",
@@ -581,20 +578,5 @@ fn name(response: &Response) -> &'static str {
         Response::End { .. } => "End",
         Response::Segments { .. } => "Segments",
         Response::Error(_) => "Error",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uploads_are_cut_into_requests_that_are_answered_before_long() {
-        let range = |unit, bytes| SourceRange { source_offset: 10, unit, unit_offset: 0, bytes };
-        let cut = batches(&[range(0, WRITE_FD_BYTES * 2 + 1), range(1, 5), range(2, WRITE_FD_BYTES)]);
-        let sizes: Vec<Vec<u64>> = cut.iter().map(|batch| batch.iter().map(|r| r.bytes).collect()).collect();
-        assert_eq!(sizes, [vec![WRITE_FD_BYTES], vec![WRITE_FD_BYTES], vec![1, 5], vec![WRITE_FD_BYTES]]);
-        assert_eq!(cut[2][0].source_offset, 10 + WRITE_FD_BYTES * 2);
-        assert!(batches(&[]).is_empty());
     }
 }

@@ -26,7 +26,7 @@ pub enum LayoutError {
         /// How many were given.
         units: usize,
     },
-    /// A unit beyond [`UNIT_BYTES_MAX`].
+    /// A unit beyond 16 TiB.
     #[error("unit {unit} has {bytes} bytes; a unit has at most {UNIT_BYTES_MAX}")]
     UnitTooLarge {
         /// The unit.
@@ -34,7 +34,7 @@ pub enum LayoutError {
         /// Its size.
         bytes: u64,
     },
-    /// All units together beyond [`GROUP_BYTES_MAX`].
+    /// All units together beyond 1 PiB.
     #[error("units add up to more than {GROUP_BYTES_MAX} bytes at unit {unit}")]
     GroupTooLarge {
         /// The first unit that does not fit.

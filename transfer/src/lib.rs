@@ -1,6 +1,7 @@
 //! The data plane, both ends: group layout, memory tier, cold tier, node store, data-plane server and the client's
 //! end of it, over shared memory and TCP (see ARCHITECTURE.md, The data plane). No management state lives here.
 
+mod batching;
 mod budget;
 mod checksum;
 mod client_end;
@@ -14,6 +15,8 @@ mod layout;
 mod mapped;
 mod memory_tier;
 mod node_store;
+#[cfg(test)]
+mod process_tests;
 #[cfg(test)]
 mod protocol_tests;
 mod record;

@@ -1,4 +1,4 @@
-//! Server and client end together, over Unix sockets and TCP, within this process and with a second one.
+//! Server and client end together, over Unix sockets and TCP, within this process.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -25,13 +25,13 @@ use crate::token::{TokenGate, TokenKey, now_unix_ms};
 use crate::transfer_error::TransferError;
 use crate::wire::{Socket, Wire};
 
-const SIZES: [u64; 4] = [10_000, 3 << 20, 1, 70_000];
+pub(crate) const SIZES: [u64; 4] = [10_000, 3 << 20, 1, 70_000];
 
 fn key() -> TokenKey {
     TokenKey::new(&[7; 32]).unwrap()
 }
 
-fn token(id: &InstanceId, right: TokenRight) -> String {
+pub(crate) fn token(id: &InstanceId, right: TokenRight) -> String {
     let subject = session().to_string();
     key().sign(&TokenClaims { instance: id.clone(), right, subject, expires_unix_ms: now_unix_ms() + 600_000 })
 }
@@ -40,7 +40,7 @@ fn identity() -> RevisionIdentity {
     RevisionIdentity::new("default", "default", "model", "main", 1).unwrap()
 }
 
-fn named(number: u64) -> InstanceId {
+pub(crate) fn named(number: u64) -> InstanceId {
     InstanceId { group_id: identity().group_id(), position: at(number) }
 }
 
@@ -56,16 +56,16 @@ fn manifest(sizes: &[u64]) -> Manifest {
 }
 
 /// A node with its data plane.
-struct Node {
-    store: Arc<NodeStore>,
-    endpoint: NodeEndpoint,
+pub(crate) struct Node {
+    pub(crate) store: Arc<NodeStore>,
+    pub(crate) endpoint: NodeEndpoint,
     stop: Option<oneshot::Sender<()>>,
     running: Option<tokio::task::JoinHandle<()>>,
     _folders: Folders,
 }
 
 impl Node {
-    async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         Self::start_with(DataPlaneOptions::default()).await
     }
 
@@ -99,7 +99,7 @@ impl Node {
     }
 
     /// Moves units to disk alone.
-    fn demote(&self, id: &InstanceId, units: std::ops::Range<u32>) {
+    pub(crate) fn demote(&self, id: &InstanceId, units: std::ops::Range<u32>) {
         let effect = UnitEffect {
             instance: id.clone(),
             fence: at(1_000),
@@ -109,7 +109,7 @@ impl Node {
         self.store.release_memory(&effect, Duration::from_secs(10), &Progress::default()).unwrap();
     }
 
-    async fn stop(mut self) {
+    pub(crate) async fn stop(mut self) {
         drop(self.stop.take());
         self.running.take().unwrap().await.unwrap();
         assert!(!Path::new(self.endpoint.unix_socket.as_ref().unwrap()).exists());
@@ -223,6 +223,45 @@ async fn ranges_come_in_order_over_one_connection_or_several() {
     for (part, buffer) in parts.iter().zip(&buffers) {
         let wanted = content(part.unit, sizes[part.unit as usize]);
         assert!(buffer[..] == wanted[part.offset as usize..(part.offset + part.bytes) as usize], "{part:?}");
+    }
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn thousands_of_small_units_travel_in_a_few_frames() {
+    let node = Node::start().await;
+    let sizes: Vec<u64> = (0..5000).map(|unit| 1 + unit * 31 % 3000).chain([9 << 20, 0, 5]).collect();
+    let contents: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(unit, &b)| content(unit as u32, b)).collect();
+    let id = named(1);
+    let mut importer = node.connect(&id, TokenRight::Import, Route::Tcp).await;
+    importer.allocate(&sizes).await.unwrap();
+    let (ranges, _) = whole(&sizes);
+    let slices: Vec<&[u8]> = contents.iter().map(Vec::as_slice).collect();
+    importer.write_ranges(&ranges, &slices).await.unwrap();
+    importer.seal(&manifest(&sizes).to_canonical_bytes()).await.unwrap();
+    let mut reader = node.connect(&id, TokenRight::Read, Route::Tcp).await;
+    read_all(&mut reader, &sizes).await.unwrap();
+
+    // The same from a file in which the units lie in another order.
+    let mut file = tempfile::tempfile().unwrap();
+    let mut source = Vec::new();
+    let mut source_offset = 0;
+    for unit in (0..sizes.len()).rev() {
+        std::io::Write::write_all(&mut file, &contents[unit]).unwrap();
+        source.push(SourceRange { source_offset, unit: unit as u32, unit_offset: 0, bytes: sizes[unit] });
+        source_offset += sizes[unit];
+    }
+    source.sort_by_key(|range| range.unit % 7);
+    for (number, route) in [(2, Route::Tcp), (3, Route::Unix)] {
+        let id = named(number);
+        let mut importer = node.connect(&id, TokenRight::Import, route).await;
+        importer.allocate(&sizes).await.unwrap();
+        let mut told = 0;
+        importer.write_from_file(file.as_fd(), &source, |bytes| told += bytes).await.unwrap();
+        assert_eq!(told, sizes.iter().sum::<u64>());
+        importer.seal(&manifest(&sizes).to_canonical_bytes()).await.unwrap();
+        let mut reader = node.connect(&id, TokenRight::Read, route).await;
+        read_all(&mut reader, &sizes).await.unwrap();
     }
     node.stop().await;
 }
@@ -375,6 +414,18 @@ async fn a_peer_that_breaks_the_protocol_is_cut_off_alone() {
     assert!(matches!(answer.body, Response::Error(_)));
     assert!(peer.read_header::<ResponseHeader>(wait).await.is_err(), "closed");
 
+    // A payload of another length than its ranges is read and refused.
+    let mut peer = raw().await;
+    peer.write_frame(&hello(token(&id, TokenRight::Import)), &[], &[]).await.unwrap();
+    let _: ResponseHeader = peer.read_header(wait).await.unwrap();
+    for bytes in [0, 2, u64::MAX] {
+        let ranges = vec![ReadRange { unit: 0, offset: 0, bytes }, ReadRange { unit: 0, offset: 0, bytes }];
+        let short = RequestHeader { payload_bytes: 1, body: Request::Write { ranges }, ..describe.clone() };
+        peer.write_frame(&short, &[b"x"], &[]).await.unwrap();
+        let answer: ResponseHeader = peer.read_header(wait).await.unwrap();
+        assert!(matches!(&answer.body, Response::Error(error) if error.code == ErrorCode::InvalidArgument));
+    }
+
     // Another protocol, and more ranges than one request may have.
     let mut peer = raw().await;
     let newer = RequestHeader { body: Request::Hello { protocol: 99, token: String::new() }, ..describe.clone() };
@@ -477,147 +528,4 @@ async fn connections_beyond_the_limit_are_told_to_come_again() {
     let error = NodeConnection::connect(&nowhere, "", &options).await.unwrap_err();
     assert!(error.to_string().contains("/nonexistent"), "{error}");
     node.stop().await;
-}
-
-/// What a second process of this test binary does, when a test starts one with these variables set. It says what it
-/// has done on standard output and goes on when it is told to on standard input.
-#[test]
-fn second_process() {
-    let Ok(job) = std::env::var("BALLAST_TEST_JOB") else { return };
-    let path = std::env::var("BALLAST_TEST_PATH").unwrap();
-    let mut line = String::new();
-    match job.as_str() {
-        "map" => {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            let endpoint = NodeEndpoint {
-                node: NodeId::new("node-1").unwrap(),
-                host_id: host_id().unwrap(),
-                unix_socket: Some(path),
-                tcp: None,
-            };
-            let id = named(1);
-            let mapped = runtime.block_on(async {
-                let options = ConnectOptions::default();
-                let token = token(&id, TokenRight::Read);
-                let mut reader = NodeConnection::connect(&endpoint, &token, &options).await.unwrap();
-                reader.map(Arc::new(GroupLayout::new(&SIZES).unwrap())).await.unwrap()
-            });
-            println!("\nmapped");
-            std::io::stdin().read_line(&mut line).unwrap();
-            for (unit, &bytes) in SIZES.iter().enumerate() {
-                assert!(mapped.view(unit as u32).unwrap() == content(unit as u32, bytes), "unit {unit}");
-            }
-            println!("\nstill right");
-            std::io::stdin().read_line(&mut line).unwrap();
-        }
-        "hold" => {
-            let memory = tempfile::tempdir_in("/dev/shm").unwrap();
-            let _store = NodeStore::open(&options(memory.path(), Some(Path::new(&path)))).unwrap();
-            println!("\nholding");
-            std::io::stdin().read_line(&mut line).unwrap();
-        }
-        other => panic!("unknown job {other}"),
-    }
-}
-
-struct SecondProcess {
-    child: std::process::Child,
-    output: std::io::BufReader<std::process::ChildStdout>,
-}
-
-impl SecondProcess {
-    fn start(job: &str, path: &str) -> Self {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "protocol_tests::second_process", "--nocapture"])
-            .env("BALLAST_TEST_JOB", job)
-            .env("BALLAST_TEST_PATH", path)
-            .stdin(std::process::Stdio::piped())
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = std::io::BufReader::new(child.stdout.take().unwrap());
-        Self { child, output }
-    }
-
-    fn wait_for(&mut self, wanted: &str) {
-        use std::io::BufRead;
-        let mut line = String::new();
-        while self.output.read_line(&mut line).unwrap() > 0 {
-            if line.trim() == wanted {
-                return;
-            }
-            line.clear();
-        }
-        panic!("the second process ended without saying {wanted:?}");
-    }
-
-    fn tell(&mut self) {
-        use std::io::Write;
-        self.child.stdin.as_mut().unwrap().write_all(b"go on\n").unwrap();
-    }
-
-    fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for SecondProcess {
-    fn drop(&mut self) {
-        // Ends it when a test fails; one that has ended is fine.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn another_process_guards_what_it_maps_until_it_is_killed() {
-    let node = Node::start().await;
-    let id = named(1);
-    import(&node.store, &id, &SIZES);
-    let mut reader = SecondProcess::start("map", node.endpoint.unix_socket.as_ref().unwrap());
-    reader.wait_for("mapped");
-    let effect = UnitEffect { instance: id.clone(), fence: at(50), units: vec![UnitRange { start: 0, end: 4 }] };
-    node.store.copy_to_cold(&effect, &Progress::default()).unwrap();
-    let busy = node.store.release_memory(&effect, Duration::ZERO, &Progress::default()).unwrap_err();
-    assert_eq!(busy.code(), ErrorCode::Busy, "{busy}");
-    reader.tell();
-    reader.wait_for("still right");
-    reader.kill();
-    let inventory = node.store.release_memory(&effect, Duration::from_secs(20), &Progress::default()).unwrap();
-    assert!(inventory.hot.is_empty());
-    assert_eq!(node.store.usage().memory.used_bytes, 0);
-    node.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn deletion_under_another_process_leaves_its_view_valid() {
-    let node = Node::start().await;
-    let id = named(1);
-    import(&node.store, &id, &SIZES);
-    let mut reader = SecondProcess::start("map", node.endpoint.unix_socket.as_ref().unwrap());
-    reader.wait_for("mapped");
-    node.store.delete_instance(&id, at(50)).unwrap();
-    assert!(node.store.usage().lingering_bytes > 0);
-    reader.tell();
-    reader.wait_for("still right");
-    reader.kill();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while node.store.usage().memory.used_bytes > 0 {
-        assert!(Instant::now() < deadline, "the bytes never come back");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    node.stop().await;
-}
-
-#[test]
-fn a_cold_folder_in_use_by_another_process_names_it() {
-    let folders = Folders::new();
-    let mut holder = SecondProcess::start("hold", folders.cold.path().to_str().unwrap());
-    holder.wait_for("holding");
-    let error = NodeStore::open(&folders.options()).unwrap_err();
-    let wanted = format!("is in use by process {}; stop it or name another folder with --cold", holder.child.id());
-    assert!(error.to_string().contains(&wanted), "{error}");
-    holder.kill();
-    folders.open();
 }

@@ -1,6 +1,7 @@
 //! The data-plane server of a node: listeners, limits and what each request does. A connection is served by its own
 //! task and holds a bounded number of bytes, so that an idle or slow peer stands in nobody's way; frames are in `wire`.
 
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -8,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    DATA_BYTES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request,
-    RequestHeader, Response, ResponseHeader, SegmentGrant, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, HelloReply, PROTOCOL_VERSION, RANGES_MAX,
+    ReadRange, Request, RequestHeader, Response, ResponseHeader, SegmentGrant, SourceRange,
 };
 use ballast_schemas::{BallastError, Digest, ErrorCode, SessionId, TokenClaims, TokenRight, UNITS_MAX};
 use bytes::{Bytes, BytesMut};
@@ -319,7 +320,7 @@ impl Connection<'_> {
         match request {
             Request::Hello { protocol, token } => self.hello(protocol, &token).await,
             Request::Allocate { unit_count, layout_digest } => self.allocate(unit_count, layout_digest, payload).await,
-            Request::Write { unit, offset } => self.write(unit, offset, payload).await,
+            Request::Write { ranges } => self.write(ranges, payload).await,
             Request::WriteFd { ranges } => self.write_from_descriptor(ranges, descriptors).await,
             Request::Seal => self.seal(payload).await,
             Request::Describe => {
@@ -420,11 +421,16 @@ impl Connection<'_> {
             .await?)
     }
 
-    async fn write(&mut self, unit: u32, offset: u64, payload: &mut Payload) -> Result<(), Failure> {
+    async fn write(&mut self, ranges: Vec<ByteRange>, payload: &mut Payload) -> Result<(), Failure> {
         let (claims, session) = self.importer()?;
-        let claims = Arc::new((claims, session));
+        check_count(ranges.len())?;
         let total = payload.left;
-        let mut done = 0;
+        let wanted = ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.bytes));
+        if wanted != total {
+            return Err(invalid(format!("{total} bytes of payload for ranges of {wanted}")));
+        }
+        let claims = Arc::new((claims, session));
+        let mut ranges = VecDeque::from(ranges);
         let mut spare = Vec::new();
         let mut writing: Option<PieceWrite> = None;
         let result = loop {
@@ -439,13 +445,17 @@ impl Connection<'_> {
                     break result;
                 }
             }
-            let (at, bytes) = (offset.saturating_add(done), piece.len() as u64);
+            let targets = take_front(&mut ranges, piece.len() as u64);
             let (store, claims) = (self.shared.store.clone(), claims.clone());
             let handle = tokio::task::spawn_blocking(move || {
-                let result = store.write(&claims.0.instance, &claims.1, unit, at, &piece);
+                let mut rest = piece.as_slice();
+                let result = targets.iter().try_for_each(|target| {
+                    let (bytes, later) = rest.split_at((target.bytes as usize).min(rest.len()));
+                    rest = later;
+                    store.write(&claims.0.instance, &claims.1, target.unit, target.offset, bytes)
+                });
                 (piece, result)
             });
-            done += bytes;
             if payload.left == 0 {
                 break joined(handle.await)?.1;
             }
@@ -559,6 +569,22 @@ impl Connection<'_> {
             }
         }
     }
+}
+
+/// Takes the ranges of the next `bytes` bytes off the front, cutting the last one if need be.
+fn take_front(ranges: &mut VecDeque<ByteRange>, mut bytes: u64) -> Vec<ByteRange> {
+    let mut taken = Vec::new();
+    while let Some(range) = ranges.front_mut().filter(|range| range.bytes <= bytes || bytes > 0) {
+        let take = range.bytes.min(bytes);
+        taken.push(ByteRange { bytes: take, ..*range });
+        bytes -= take;
+        if take == range.bytes {
+            ranges.pop_front();
+        } else {
+            *range = ByteRange { offset: range.offset.saturating_add(take), bytes: range.bytes - take, ..*range };
+        }
+    }
+    taken
 }
 
 fn check_count(ranges: usize) -> Result<(), Failure> {

@@ -15,6 +15,8 @@ mod instance;
 mod reading;
 mod residency;
 #[cfg(test)]
+mod space_tests;
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
