@@ -72,7 +72,8 @@ impl Bar {
         let what = &self.what;
         let bar = self.bar.get_or_insert_with(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}  {binary_bytes_per_sec}  {eta}");
+            let style =
+                ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}  {binary_bytes_per_sec}  {eta}");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar.set_message(what.clone());
             bar
@@ -163,7 +164,12 @@ fn policy_text(revision: &WeightRevisionMetadata) -> String {
     let policy = &revision.policy;
     match policy.preferred_residency {
         ballast_schemas::Residency::Mixed => {
-            format!("{} {} {}", policy.preferred_residency, percent(policy.mixed_hot_ratio.ppm()), policy.migration_mode)
+            format!(
+                "{} {} {}",
+                policy.preferred_residency,
+                percent(policy.mixed_hot_ratio.ppm()),
+                policy.migration_mode
+            )
         }
         preferred => format!("{preferred} {}", policy.migration_mode),
     }
@@ -237,7 +243,8 @@ pub fn operation_text(operation: &WeightOperation) -> String {
         ("status", status_text(operation)),
     ];
     if let Some(target) = operation.target {
-        let ratio = operation.target_hot_ratio.map_or_else(String::new, |ratio| format!(", {} hot", percent(ratio.ppm())));
+        let ratio =
+            operation.target_hot_ratio.map_or_else(String::new, |ratio| format!(", {} hot", percent(ratio.ppm())));
         rows.push(("target", format!("{target}{ratio}")));
     }
     if let Some(trigger) = operation.trigger {

@@ -40,7 +40,8 @@ fn failed(error: &dyn std::fmt::Display) -> BallastError {
 async fn told_to_stop() {
     use tokio::signal::unix::{SignalKind, signal};
     // Without handlers the default action ends the process, which every part survives.
-    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()))
+    else {
         return std::future::pending().await;
     };
     tokio::select! {
@@ -68,10 +69,13 @@ pub async fn gateway(nats: &str, args: GatewayArgs, out: Output) -> Result<(), B
     let handle = gateway.handle();
     let (cluster, seq) = (handle.streams().cluster_id().to_string(), handle.replica().log_seq());
     let http = handle.http_address().map(|address| address.to_string());
-    out.show(&json!({"ready": "gateway", "id": id, "cluster_id": cluster, "log_seq": seq, "nats": nats, "http": http}), || {
-        let http = http.as_ref().map_or_else(String::new, |http| format!(", http {http}"));
-        format!("ready: gateway {id}, cluster {cluster} at entry {seq}, nats {nats}{http}")
-    });
+    out.show(
+        &json!({"ready": "gateway", "id": id, "cluster_id": cluster, "log_seq": seq, "nats": nats, "http": http}),
+        || {
+            let http = http.as_ref().map_or_else(String::new, |http| format!(", http {http}"));
+            format!("ready: gateway {id}, cluster {cluster} at entry {seq}, nats {nats}{http}")
+        },
+    );
     gateway.run(told_to_stop()).await.map_err(|error| failed(&error))
 }
 
@@ -117,7 +121,9 @@ pub async fn workflow_worker(nats: &str, args: WorkflowWorkerArgs, out: Output) 
         concurrency: usize::from(args.concurrency),
     })
     .map_err(|error| failed(&error))?;
-    out.show(&json!({"ready": "workflow-worker", "id": id, "nats": nats}), || format!("ready: workflow-worker {id}, nats {nats}"));
+    out.show(&json!({"ready": "workflow-worker", "id": id, "nats": nats}), || {
+        format!("ready: workflow-worker {id}, nats {nats}")
+    });
     let mut stopped = Ok(());
     let end = async {
         tokio::select! {
@@ -140,7 +146,9 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
         None => host_name()?,
     };
     let node = NodeId::new(name).map_err(|error| BallastError::invalid(error.to_string()))?;
-    let client = connect(nats, &format!("ballast transfer-worker {node}"), CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
+    let client = connect(nats, &format!("ballast transfer-worker {node}"), CONNECT_PATIENCE)
+        .await
+        .map_err(|error| failed(&error))?;
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: args.memory_dir.unwrap_or_else(|| Path::new("/dev/shm").join(format!("ballast-{node}"))),
@@ -168,17 +176,30 @@ struct Tiers {
     cold_quota_bytes: Option<u64>,
 }
 
-fn transfer_options(client: async_nats::Client, node: NodeId, tiers: Tiers) -> Result<TransferWorkerOptions, BallastError> {
+fn transfer_options(
+    client: async_nats::Client,
+    node: NodeId,
+    tiers: Tiers,
+) -> Result<TransferWorkerOptions, BallastError> {
     if let Some(cold) = &tiers.cold_dir {
-        std::fs::create_dir_all(cold)
-            .map_err(|error| BallastError::invalid(format!("the cold folder {} can not be made: {error}", cold.display())))?;
+        std::fs::create_dir_all(cold).map_err(|error| {
+            BallastError::invalid(format!("the cold folder {} can not be made: {error}", cold.display()))
+        })?;
     }
     let socket = socket_of(&node, &tiers.memory_dir);
-    let cold = tiers.cold_dir.map(|folder| ColdOptions { folder, quota_bytes: tiers.cold_quota_bytes, engine: EngineChoice::Auto });
+    let cold = tiers.cold_dir.map(|folder| ColdOptions {
+        folder,
+        quota_bytes: tiers.cold_quota_bytes,
+        engine: EngineChoice::Auto,
+    });
     Ok(TransferWorkerOptions {
         client,
         node,
-        memory: MemoryOptions { folder: tiers.memory_dir, budget_bytes: tiers.memory_bytes, huge_pages: HugePages::Auto },
+        memory: MemoryOptions {
+            folder: tiers.memory_dir,
+            budget_bytes: tiers.memory_bytes,
+            huge_pages: HugePages::Auto,
+        },
         cold,
         unix_socket: Some(socket),
         tcp_listen: Some("127.0.0.1:0".to_owned()),
@@ -201,7 +222,10 @@ fn host_name() -> Result<String, BallastError> {
 }
 
 fn report_json(report: &NodeReport) -> serde_json::Value {
-    let cold = report.cold.as_ref().map(|cold| json!({"folder": cold.folder, "quota_bytes": cold.quota_bytes, "engine": cold.engine}));
+    let cold = report
+        .cold
+        .as_ref()
+        .map(|cold| json!({"folder": cold.folder, "quota_bytes": cold.quota_bytes, "engine": cold.engine}));
     json!({
         "memory": {"bytes": report.memory_bytes, "folder": report.memory_folder, "kind": report.memory_kind},
         "cold": cold,
@@ -244,7 +268,9 @@ impl DevRecord {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(BallastError::invalid(format!("{} can not be read: {error}", path.display()))),
         };
-        let wrong = |reason: String| BallastError::invalid(format!("{} is damaged: {reason}; nothing was started", path.display()));
+        let wrong = |reason: String| {
+            BallastError::invalid(format!("{} is damaged: {reason}; nothing was started", path.display()))
+        };
         let record: DevRecord = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         let cluster_id = record.cluster_id.parse().map_err(|error| wrong(format!("{error}")))?;
         Ok(Some(LastSeen { cluster_id, log_seq: record.log_seq }))
@@ -303,8 +329,9 @@ impl Running {
 
 /// Runs everything in this process, with an embedded NATS server, until told to stop.
 pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
-    std::fs::create_dir_all(&args.data)
-        .map_err(|error| BallastError::invalid(format!("the data folder {} can not be made: {error}", args.data.display())))?;
+    std::fs::create_dir_all(&args.data).map_err(|error| {
+        BallastError::invalid(format!("the data folder {} can not be made: {error}", args.data.display()))
+    })?;
     let data = args.data.canonicalize().map_err(|error| failed(&error))?;
     let last_seen = DevRecord::read(&data)?;
     let nats_dir = data.join("nats");
@@ -335,16 +362,19 @@ async fn dev_services(
     let gateway = Running::start(|shutdown| async move { gateway.run(shutdown).await.map_err(|error| failed(&error)) });
 
     let node = NodeId::new("dev").map_err(|error| BallastError::invalid(error.to_string()))?;
-    let client = connect(&nats, "ballast transfer-worker dev", CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
+    let client =
+        connect(&nats, "ballast transfer-worker dev", CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: args.memory_dir.clone().unwrap_or_else(|| memory_dir_of(data)),
         cold_dir: Some(args.cold.clone().unwrap_or_else(|| data.join("cold"))),
         cold_quota_bytes: None,
     };
-    let transfer = TransferWorker::open(transfer_options(client, node, tiers)?).await.map_err(|error| failed(&error))?;
+    let transfer =
+        TransferWorker::open(transfer_options(client, node, tiers)?).await.map_err(|error| failed(&error))?;
     let report = transfer.report().clone();
-    let transfer = Running::start(|shutdown| async move { transfer.run(shutdown).await.map_err(|error| failed(&error)) });
+    let transfer =
+        Running::start(|shutdown| async move { transfer.run(shutdown).await.map_err(|error| failed(&error)) });
 
     let worker = WorkerId::new(fresh("dev")).map_err(|error| BallastError::invalid(error.to_string()))?;
     let workflow = WorkflowWorker::new(WorkflowWorkerOptions {

@@ -104,9 +104,15 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
             let path: String = error.path().to_string().chars().take(PATH_CHARS_SHOWN).collect();
             match (within, path.as_str()) {
                 ("", ".") => wrong(error.into_inner()),
-                ("", path) => BallastError::invalid(format!("the request body is wrong at `{path}`: {}", error.inner())),
-                (within, ".") => BallastError::invalid(format!("the request body is wrong at `{within}`: {}", error.inner())),
-                (within, path) => BallastError::invalid(format!("the request body is wrong at `{within}.{path}`: {}", error.inner())),
+                ("", path) => {
+                    BallastError::invalid(format!("the request body is wrong at `{path}`: {}", error.inner()))
+                }
+                (within, ".") => {
+                    BallastError::invalid(format!("the request body is wrong at `{within}`: {}", error.inner()))
+                }
+                (within, path) => {
+                    BallastError::invalid(format!("the request body is wrong at `{within}.{path}`: {}", error.inner()))
+                }
             }
         };
         let text: &[u8] = if bytes.is_empty() { b"{}" } else { bytes };
@@ -118,9 +124,12 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
         };
         if let Some((name, _)) = fields.iter().find(|(_, value)| holds_list(value)) {
             let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
-            return Err(BallastError::invalid(format!("the request body is wrong at `{name}`: it holds a list, and no verb takes one")));
+            return Err(BallastError::invalid(format!(
+                "the request body is wrong at `{name}`: it holds a list, and no verb takes one"
+            )));
         }
-        let body = serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
+        let body =
+            serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
         Ok(Self { body, options })
     }
 }

@@ -571,4 +571,3 @@ pub(crate) const fn default_lease_ttl_ms() -> u64 {
 pub(crate) const fn default_import_ttl_ms() -> u64 {
     IMPORT_TTL_MS_DEFAULT
 }
-

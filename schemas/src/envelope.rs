@@ -51,7 +51,9 @@ pub enum EnvelopeError {
     #[error("envelope can not be encoded: {0}")]
     Encode(#[from] rmp_serde::encode::Error),
     /// Over a limit.
-    #[error("envelope has {commands} commands in {bytes} bytes; at most {ENVELOPE_COMMANDS_MAX} in {ENVELOPE_BYTES_MAX} are allowed")]
+    #[error(
+        "envelope has {commands} commands in {bytes} bytes; at most {ENVELOPE_COMMANDS_MAX} in {ENVELOPE_BYTES_MAX} are allowed"
+    )]
     TooLarge {
         /// Commands given.
         commands: usize,
@@ -110,7 +112,8 @@ mod tests {
     use crate::time::LogTime;
 
     fn envelope() -> Envelope {
-        let record = CommandRecord { id: CommandId::new("c1").unwrap(), not_after: LogTime(60_000), command: Command::Tick };
+        let record =
+            CommandRecord { id: CommandId::new("c1").unwrap(), not_after: LogTime(60_000), command: Command::Tick };
         Envelope { id: "e1".into(), commands: vec![record] }
     }
 

@@ -8,10 +8,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::command::Receipt;
 use crate::digest::Digest;
 use crate::error::BallastError;
 use crate::inventory::Bitmap;
-use crate::command::Receipt;
 use crate::position::{InstanceId, LogPosition, NodeId};
 
 /// The protocol that this build speaks; `Hello` carries it and a node refuses another.

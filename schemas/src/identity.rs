@@ -349,7 +349,10 @@ impl LineageKey {
             return Err(wrong("at most one '/' is allowed; write others as %2F"));
         }
         let decode = |part: &str| {
-            percent_decode_str(part).decode_utf8().map(|t| t.into_owned()).map_err(|_| wrong("not UTF-8 after decoding"))
+            percent_decode_str(part)
+                .decode_utf8()
+                .map(|t| t.into_owned())
+                .map_err(|_| wrong("not UTF-8 after decoding"))
         };
         let key = LineageKey {
             tenant_id: TenantId::new(&decode(tenant)?)?,
@@ -442,7 +445,8 @@ mod tests {
 
     #[test]
     fn an_identity_with_a_hostile_part_is_refused_by_name() {
-        let refuse = |ns: &str, generation| RevisionIdentity::new("t", ns, "r", "v", generation).unwrap_err().to_string();
+        let refuse =
+            |ns: &str, generation| RevisionIdentity::new("t", ns, "r", "v", generation).unwrap_err().to_string();
         assert!(refuse("a\u{7}b", 1).contains("U+0007"));
         assert!(refuse(&"x".repeat(1025), 1).contains("1025"));
         assert!(refuse("", 1).contains("namespace"));

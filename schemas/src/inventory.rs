@@ -63,7 +63,11 @@ impl TryFrom<RawBitmap> for Bitmap {
         let fits = raw.words.len() == (raw.len as usize).div_ceil(64);
         let tail = raw.len % 64;
         let clean = tail == 0 || raw.words.last().is_none_or(|word| word >> tail == 0);
-        if fits && clean { Ok(Self { len: raw.len, words: raw.words }) } else { Err("bitmap words do not fit its length") }
+        if fits && clean {
+            Ok(Self { len: raw.len, words: raw.words })
+        } else {
+            Err("bitmap words do not fit its length")
+        }
     }
 }
 

@@ -41,6 +41,8 @@ pub use metadata::*;
 pub use node::*;
 pub use outcome::{Outcome, Rejection, Reply};
 pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
-pub use position::{ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId};
+pub use position::{
+    ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId,
+};
 pub use state::*;
 pub use time::LogTime;

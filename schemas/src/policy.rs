@@ -191,7 +191,9 @@ mod tests {
 
     #[test]
     fn a_policy_survives_json_and_messagepack() {
-        let policy = WeightStoragePolicy::new(Residency::Cold, HotRatio::from_ppm(333_333).unwrap(), MigrationMode::Pinned).unwrap();
+        let policy =
+            WeightStoragePolicy::new(Residency::Cold, HotRatio::from_ppm(333_333).unwrap(), MigrationMode::Pinned)
+                .unwrap();
         let json = serde_json::to_string(&policy).unwrap();
         assert_eq!(serde_json::from_str::<WeightStoragePolicy>(&json).unwrap(), policy);
         let packed = rmp_serde::to_vec_named(&policy).unwrap();

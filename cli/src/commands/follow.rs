@@ -13,7 +13,8 @@ pub async fn watch(context: &Context, args: WatchArgs) -> Result<(), BallastErro
         Some(name) => match name.generation {
             None => EventFilter::Lineage(name.lineage),
             Some(generation) => {
-                let identity = name.lineage.generation(generation).map_err(|error| BallastError::invalid(error.to_string()))?;
+                let identity =
+                    name.lineage.generation(generation).map_err(|error| BallastError::invalid(error.to_string()))?;
                 EventFilter::Revision(identity)
             }
         },
@@ -36,7 +37,12 @@ pub async fn watch(context: &Context, args: WatchArgs) -> Result<(), BallastErro
 fn line(event: &Event) -> String {
     let what = match &event.body {
         EventBody::RevisionReady { revision } | EventBody::PolicyUpdated { revision } => {
-            format!("{}, {} hot, generation {}", revision.residency, percent(revision.observed_hot_ppm), revision.metadata_generation)
+            format!(
+                "{}, {} hot, generation {}",
+                revision.residency,
+                percent(revision.observed_hot_ppm),
+                revision.metadata_generation
+            )
         }
         EventBody::RevisionDegraded { reason, .. } => reason.clone(),
         EventBody::RevisionImporting { .. }
@@ -58,9 +64,15 @@ fn line(event: &Event) -> String {
             format!("{} replaces #{}: {}", claim.mode, claim.base.weight_generation, claim.phase)
         }
     };
-    format!("{}  {:>8}  {:19} {}  {what}", time(event.unix_ms), event.position.to_string(), event.body.name(), event.body.identity())
-        .trim_end()
-        .to_owned()
+    format!(
+        "{}  {:>8}  {:19} {}  {what}",
+        time(event.unix_ms),
+        event.position.to_string(),
+        event.body.name(),
+        event.body.identity()
+    )
+    .trim_end()
+    .to_owned()
 }
 
 pub async fn status(context: &Context) -> Result<(), BallastError> {
@@ -70,7 +82,8 @@ pub async fn status(context: &Context) -> Result<(), BallastError> {
 }
 
 fn status_text(status: &StatusReply) -> String {
-    let revisions: Vec<String> = status.revisions.iter().map(|(availability, count)| format!("{count} {availability}")).collect();
+    let revisions: Vec<String> =
+        status.revisions.iter().map(|(availability, count)| format!("{count} {availability}")).collect();
     let mut text = format!(
         "cluster {} (incarnation {}), {} at entry {}\nrevisions   {}\noperations  {} active\nleases      {} active\n\n",
         status.cluster_id,

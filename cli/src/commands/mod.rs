@@ -32,7 +32,8 @@ pub struct Context {
 /// Connects and runs one command. Ctrl-C drops what it is at: a put is aborted, a lease released, before the program ends.
 pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), BallastError> {
     let gateway = Gateway::connect(&ConnectOptions::new(nats)).await?;
-    let context = Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
+    let context =
+        Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
     // Those two end well on Ctrl-C by themselves.
     let ends_by_itself = matches!(command, Command::Open(_) | Command::Watch(_));
     let interrupted = async {
@@ -99,9 +100,10 @@ async fn wait_for(context: &Context, tenant: &TenantId, id: &OperationId) -> Res
         let waits = match operation.status {
             OperationStatus::Parked => operation.park_reason.map(|reason| format!("{id} waits: {reason}")),
             OperationStatus::Paused => Some(format!("{id} is paused; `ballast op resume {id}` lets it go on")),
-            OperationStatus::BackingOff => {
-                operation.last_error.as_ref().map(|error| format!("{id} tries again after {}: {}", error.code, error.message))
-            }
+            OperationStatus::BackingOff => operation
+                .last_error
+                .as_ref()
+                .map(|error| format!("{id} tries again after {}: {}", error.code, error.message)),
             _ => None,
         };
         if waits.is_some() && waits != said {

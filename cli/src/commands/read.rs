@@ -61,9 +61,14 @@ pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError>
     let tensors = opened.manifest().tensors().len();
     let seconds = started.elapsed().as_secs_f64();
     let before = args.check.then(|| digest(&opened));
-    let state = json!({"open": identity, "tensors": tensors, "mapped_bytes": mapped, "bytes": total, "seconds": seconds});
+    let state =
+        json!({"open": identity, "tensors": tensors, "mapped_bytes": mapped, "bytes": total, "seconds": seconds});
     context.out.show(&state, || {
-        format!("open: {identity}, {tensors} tensors, {} of {} mapped without a copy, {seconds:.3} s", bytes(mapped), bytes(total))
+        format!(
+            "open: {identity}, {tensors} tensors, {} of {} mapped without a copy, {seconds:.3} s",
+            bytes(mapped),
+            bytes(total)
+        )
     });
     let ended = hold(&args.run).await?;
     let lapsed = opened.lease_lapsed();
@@ -79,7 +84,10 @@ pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError>
         format!("closed: {identity}{}{intact}", if lapsed { ", the lease had lapsed" } else { "" })
     });
     if intact == Some(false) {
-        return Err(BallastError::new(ErrorCode::ChecksumMismatch, format!("tensors of {identity} changed while they were open")));
+        return Err(BallastError::new(
+            ErrorCode::ChecksumMismatch,
+            format!("tensors of {identity} changed while they were open"),
+        ));
     }
     released?;
     match ended.and_then(|status| status.code()) {

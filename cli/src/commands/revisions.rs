@@ -12,11 +12,23 @@ use crate::args::{LsArgs, Name, NameArgs, PolicyArgs, RmArgs};
 use crate::output::{REVISION_HEADER, bytes, revision_row, revision_text, table};
 
 fn list_request(namespace: Option<Component>, resource_prefix: Option<String>, all: bool) -> ListRequest {
-    ListRequest { namespace, resource_id: None, resource_prefix, revision: None, all, page_token: String::new(), limit: LIST_LIMIT_MAX }
+    ListRequest {
+        namespace,
+        resource_id: None,
+        resource_prefix,
+        revision: None,
+        all,
+        page_token: String::new(),
+        limit: LIST_LIMIT_MAX,
+    }
 }
 
 /// Every page of a listing.
-async fn list_all(context: &Context, owner: &str, mut request: ListRequest) -> Result<Vec<WeightRevisionMetadata>, BallastError> {
+async fn list_all(
+    context: &Context,
+    owner: &str,
+    mut request: ListRequest,
+) -> Result<Vec<WeightRevisionMetadata>, BallastError> {
     let owner = tenant(owner)?;
     let mut revisions = Vec::new();
     loop {
@@ -33,7 +45,8 @@ pub async fn ls(context: &Context, args: LsArgs) -> Result<(), BallastError> {
     let (namespace, prefix) = match args.prefix.as_deref().map(|prefix| prefix.split_once('/')) {
         None => (None, None),
         Some(Some((namespace, rest))) => {
-            let namespace = Component::new("namespace", namespace).map_err(|error| BallastError::invalid(error.to_string()))?;
+            let namespace =
+                Component::new("namespace", namespace).map_err(|error| BallastError::invalid(error.to_string()))?;
             (Some(namespace), (!rest.is_empty()).then(|| rest.to_owned()))
         }
         Some(None) => (None, args.prefix.clone()),

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use ballast_client::{Progress, PutReport, PutWriter, Source, UpsertOptions, next_generation, plan_replacement, safetensors};
+use ballast_client::{
+    Progress, PutReport, PutWriter, Source, UpsertOptions, next_generation, plan_replacement, safetensors,
+};
 use ballast_schemas::{BallastError, RevisionIdentity, WeightRevisionMetadata, WeightStoragePolicy};
 use serde_json::{Value, json};
 
@@ -31,7 +33,9 @@ pub fn shown_progress(out: Output, what: &str) -> Progress {
 async fn source(path: &Path) -> Result<Source, BallastError> {
     let path = path.to_owned();
     let opened = tokio::task::spawn_blocking(move || safetensors::open(&path)).await;
-    opened.map_err(|error| BallastError::invalid(format!("the model can not be read: {error}")))?.map_err(BallastError::from)
+    opened
+        .map_err(|error| BallastError::invalid(format!("the model can not be read: {error}")))?
+        .map_err(BallastError::from)
 }
 
 pub async fn put(context: &Context, args: PutArgs) -> Result<(), BallastError> {
@@ -40,16 +44,20 @@ pub async fn put(context: &Context, args: PutArgs) -> Result<(), BallastError> {
     let progress = shown_progress(context.out, "put");
     let Some(mode) = args.replace else {
         let identity = match args.name.generation {
-            Some(generation) => args.name.lineage.generation(generation).map_err(|error| BallastError::invalid(error.to_string()))?,
+            Some(generation) => {
+                args.name.lineage.generation(generation).map_err(|error| BallastError::invalid(error.to_string()))?
+            }
             None => next_generation(&context.store, &args.name.lineage).await?,
         };
         let writer = context.store.weight_put(source, &identity, policy, progress).await?;
         return publish(context, writer, None, args.wait).await;
     };
     let plan = plan_replacement(&context.store, &args.name.lineage, args.name.generation, mode).await?;
-    let options = UpsertOptions { mode, policy, request_id: args.request_id.or(plan.request_id), wait_completed: args.wait };
+    let options =
+        UpsertOptions { mode, policy, request_id: args.request_id.or(plan.request_id), wait_completed: args.wait };
     let (base, expected) = (plan.base, plan.expected_metadata_generation);
-    let writer = context.store.weight_upsert(source, &base, plan.target_generation, expected, options, progress).await?;
+    let writer =
+        context.store.weight_upsert(source, &base, plan.target_generation, expected, options, progress).await?;
     publish(context, writer, Some(base), args.wait).await
 }
 
@@ -76,7 +84,12 @@ pub async fn upsert(context: &Context, args: UpsertArgs) -> Result<(), BallastEr
 }
 
 /// Moves the bytes, publishes, waits if asked to, and says what there is now.
-async fn publish(context: &Context, writer: PutWriter, base: Option<RevisionIdentity>, wait: bool) -> Result<(), BallastError> {
+async fn publish(
+    context: &Context,
+    writer: PutWriter,
+    base: Option<RevisionIdentity>,
+    wait: bool,
+) -> Result<(), BallastError> {
     let identity = writer.identity().clone();
     let report = writer.commit().await?;
     let mut revision = report.revision.clone();
@@ -105,7 +118,12 @@ fn put_json(report: &PutReport, revision: &WeightRevisionMetadata) -> Value {
     })
 }
 
-fn put_text(report: &PutReport, revision: &WeightRevisionMetadata, base: Option<&RevisionIdentity>, waited: bool) -> String {
+fn put_text(
+    report: &PutReport,
+    revision: &WeightRevisionMetadata,
+    base: Option<&RevisionIdentity>,
+    waited: bool,
+) -> String {
     let identity = &revision.identity;
     let mut text = match report.existed {
         true => format!("{identity} is there already with the same content ({})", bytes(report.bytes)),

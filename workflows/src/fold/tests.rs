@@ -96,7 +96,8 @@ fn a_repeat_that_was_received_later_hears_the_first_outcome_for_as_long_as_it_is
     let operation = log.active(1);
     log.pass(50_000);
     // Another gateway received the repeat just now, and appends it only after the first one's window.
-    let repeat = CommandRecord { not_after: log.state.log_clock().plus_ms(ballast_schemas::COMMAND_WINDOW_MS), ..record };
+    let repeat =
+        CommandRecord { not_after: log.state.log_clock().plus_ms(ballast_schemas::COMMAND_WINDOW_MS), ..record };
     log.send(Command::CancelOperation(operation.operation_id)).unwrap();
     log.pass(30_000);
     let again = log.fold(vec![repeat]);

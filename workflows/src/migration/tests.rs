@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    Availability, Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason, Residency,
-    StartMigration, WeightOperation,
+    Availability, Command, ErrorCode, HotRatio, MigrationMode, MigrationTrigger, OperationStatus, ParkReason,
+    Residency, StartMigration, WeightOperation,
 };
 
 use crate::testing::*;
@@ -221,7 +221,10 @@ fn an_automatic_migration_in_its_cooldown_steps_aside_for_what_a_person_asks() {
     let (mut log, waiting) = waiting_promotion();
     let generation = log.generation(1);
     let asked = log.accept_operation(start(Residency::Mixed, None, generation, MigrationTrigger::Explicit));
-    assert_eq!((asked.status, log.operation(&waiting.operation_id).status), (OperationStatus::Runnable, OperationStatus::Superseded));
+    assert_eq!(
+        (asked.status, log.operation(&waiting.operation_id).status),
+        (OperationStatus::Runnable, OperationStatus::Superseded)
+    );
     assert_eq!(log.generation(1), generation + 1, "one change of the record");
 
     let (mut log, waiting) = waiting_promotion();
