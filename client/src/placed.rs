@@ -36,7 +36,8 @@ const PIECE_BYTES: u64 = 4 << 20;
 /// Element types that a buffer of plain bytes may stand for, by how their names begin.
 const BYTES_STAND_FOR: &[&str] = &["BF16", "F8_", "F6_", "F4"];
 const PLAIN_BYTES: &str = "U8";
-/// Names listed in an error's details.
+/// Names listed in an error's sentence, and in its details.
+const NAMES_SHOWN: usize = 3;
 const NAMES_DETAILED: usize = 100;
 
 /// A process loads the same generation into the same placement again and again, in all of its stores.
@@ -112,9 +113,11 @@ pub(crate) async fn fill_placed(
         for (holder, units) in rounds.shares(reading).await {
             let (holdings, transport) = (holder.holdings.clone(), holder.transport());
             let attempt = job.read(holder, &units, &mut targets, &meter).await;
-            rounds.note(reading, &holdings, transport, attempt)?;
+            let noted = rounds.note(reading, &holdings, transport, attempt);
+            noted.map_err(|error| job.with_written(&rounds, error))?;
         }
-        rounds.next(reading).await.map_err(|error| job.with_written(&rounds, error))?;
+        let next = rounds.next(reading).await;
+        next.map_err(|error| job.with_written(&rounds, error))?;
     }
     Ok(rounds)
 }
@@ -476,7 +479,8 @@ impl Job<'_> {
         attempt.failed.extend(failed.into_iter().map(|unit| (unit, Failure::Unit(error.clone()))));
     }
 
-    /// The error with the tensors that were written completely, for whoever wants to go on from there.
+    /// The error with the tensors that were written completely and those that were not, for whoever wants to go on from
+    /// there.
     fn with_written(&self, rounds: &Rounds, error: BallastError) -> BallastError {
         let mut incomplete = HashSet::new();
         for unit in rounds.pending_units() {
@@ -484,17 +488,31 @@ impl Job<'_> {
                 incomplete.extend(self.plan.regions().get(*at as usize).map(|region| region.tensor));
             }
         }
-        let complete = (0..self.plan.tensors().len() as u32).filter(|tensor| !incomplete.contains(tensor));
-        let names: Vec<&str> = complete
-            .filter_map(|tensor| self.plan.tensors().get(tensor as usize))
-            .map(|tensor| tensor.tensor_id.as_str())
-            .collect();
-        let mut details = error.details.clone();
-        if let Some(fields) = details.as_object_mut() {
-            fields.insert("written_count".to_owned(), json!(names.len()));
-            fields.insert("written".to_owned(), json!(names[..names.len().min(NAMES_DETAILED)]));
+        let names = |wanted: bool| -> Vec<&str> {
+            let tensors = self.plan.tensors().iter().zip(0_u32..);
+            let chosen = tensors.filter(|(_, at)| incomplete.contains(at) == wanted);
+            chosen.map(|(tensor, _)| tensor.tensor_id.as_str()).collect()
+        };
+        let (written, unread) = (names(false), names(true));
+        let mut details = match error.details {
+            serde_json::Value::Object(fields) => fields,
+            _ => serde_json::Map::new(),
+        };
+        // Whoever gave up on the way may not have said on what.
+        let message = match details.contains_key("unread") {
+            true => error.message,
+            false => {
+                let shown = unread[..unread.len().min(NAMES_SHOWN)].join(", ");
+                let more = if unread.len() > NAMES_SHOWN { ", …" } else { "" };
+                let all = self.plan.tensors().len();
+                format!("{} of {all} tensors could not be read ({shown}{more}): {}", unread.len(), error.message)
+            }
+        };
+        for (field, names) in [("written", &written), ("unread", &unread)] {
+            details.insert(format!("{field}_count"), json!(names.len()));
+            details.insert(field.to_owned(), json!(names[..names.len().min(NAMES_DETAILED)]));
         }
-        error.with_details(details)
+        BallastError { code: error.code, message, details: details.into() }
     }
 }
 

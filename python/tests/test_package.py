@@ -24,8 +24,10 @@ def clean(environment):
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
-    """A fresh environment with the package, as `pip install ./python` makes it (of the unoptimised build)."""
-    if shutil.which("cargo") is None:
+    """A fresh environment with the package, as `pip install ./python` makes it (of the unoptimised build); or with the wheel
+    that BALLAST_TEST_WHEEL names."""
+    package = os.environ.get("BALLAST_TEST_WHEEL", "./python")
+    if package == "./python" and shutil.which("cargo") is None:
         pytest.skip("cargo is not there, so the package can not be built")
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", with_pip=True)
@@ -34,7 +36,7 @@ def fresh(tmp_path_factory):
     environment["MATURIN_PEP517_ARGS"] = "--profile dev --locked"
     environment["PIP_CACHE_DIR"] = os.environ.get("PIP_CACHE_DIR", str(ROOT / ".cache/pip"))
     run = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "./python"],
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package],
         cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return folder
