@@ -1,0 +1,267 @@
+//! A gateway: places imports, takes receipts from nodes, appends commands, introduces nodes, publishes hints. As the product's
+//! gateway, with the same order of looks and appends.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use ballast_schemas::{
+    AcquireLease, Availability, BallastError, BeginImport, Command, CommandId, CommitImport, Digest, ErrorCode,
+    ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, NodeId, NodeReply, NodeRequest, OperationId,
+    Receipt, Reply, RevisionIdentity, SessionId, WeightRevisionMetadata,
+};
+use ballast_workflows::State;
+
+use super::bugs::Bug;
+use super::inspector::inspect;
+use super::net::{Patience, Service, ask};
+use super::node::Node;
+use super::replica::Replica;
+use super::runtime::{MS, ProcessId, SECOND};
+use super::world::{Slot, W};
+
+/// Hints of runnable operations are repeated this often.
+const REPEAT_EVERY: u64 = 2 * SECOND;
+const SETTLE: u64 = 5 * MS;
+/// How long a replica that is behind what a node has seen gets to catch up.
+const CATCH_UP: u64 = 3 * SECOND;
+pub(crate) const NODE_CALL: Patience = Patience { silence_ns: 5 * SECOND, lively: true, may_double: true };
+
+pub(crate) struct Gateway {
+    pub replica: Rc<Replica>,
+    sent: RefCell<BTreeMap<OperationId, u64>>,
+}
+
+impl Service for Gateway {
+    fn process(&self) -> ProcessId {
+        self.replica.process
+    }
+}
+
+/// Starts a run.
+pub(crate) fn start(w: &W, slot: &Rc<Slot<Gateway>>) {
+    let process = w.rt.start_process();
+    slot.process.set(Some(process));
+    let (world, slot) = (Rc::clone(w), Rc::clone(slot));
+    w.rt.spawn(process, async move {
+        let w = world;
+        w.work(50 * MS).await;
+        let replica = Replica::start(&w, &slot.name, process, &slot.link);
+        let head = w.log.last_seq();
+        replica.folded.wait_for(|| replica.read(|state| state.log_seq() >= head).then_some(())).await;
+        let gateway = Rc::new(Gateway { replica: Rc::clone(&replica), sent: RefCell::default() });
+        w.rt.spawn(process, Rc::clone(&gateway).publish_hints());
+        w.rt.spawn(process, replica.keep_snapshots());
+        w.rt.spawn(process, inspect(Rc::clone(&gateway)));
+        *slot.current.borrow_mut() = Some(gateway);
+    });
+}
+
+pub(crate) fn unavailable(message: impl Into<String>) -> BallastError {
+    BallastError::new(ErrorCode::Unavailable, message)
+}
+
+impl Gateway {
+    fn w(&self) -> &W {
+        &self.replica.w
+    }
+
+    /// Appends and answers with what the fold says.
+    pub async fn submit(&self, id: CommandId, command: Command) -> Result<Reply, BallastError> {
+        match self.replica.submit_as(id, command).await {
+            Some((_, Ok(reply))) => Ok(reply),
+            Some((_, Err(rejection))) => Err(rejection.into()),
+            None => Err(unavailable("the outcome is unknown")),
+        }
+    }
+
+    pub fn metadata(&self, identity: &RevisionIdentity) -> Option<WeightRevisionMetadata> {
+        self.replica.read(|state| state.revision(identity).cloned())
+    }
+
+    /// Opens an import session somewhere with room.
+    pub async fn begin_import(&self, mut command: BeginImport) -> Result<ImportSession, BallastError> {
+        let standing = self.metadata(&command.identity).filter(|found| found.availability != Availability::Deleted);
+        command.placement = match standing {
+            Some(found) => found.placement,
+            None => self.place(command.unit_count.into())?,
+        };
+        let id = self.w().command_id();
+        match self.submit(id, Command::BeginImport(command)).await? {
+            Reply::Import(session) => Ok(*session),
+            other => Err(BallastError::invalid(format!("not a session: {other:?}"))),
+        }
+    }
+
+    fn place(&self, units: u64) -> Result<Vec<NodeId>, BallastError> {
+        let w = self.w();
+        let has_room = |node: &&Rc<Node>| {
+            node.slot.get().is_some() && node.disks.borrow().memory_used() + units <= node.memory_units
+        };
+        let mut fit: Vec<NodeId> = w.nodes.iter().filter(has_room).map(|node| node.id.clone()).collect();
+        let wanted = if w.draw(|rng| rng.chance(w.plan.two_holders)) { 2 } else { 1 };
+        let mut placement = Vec::new();
+        while placement.len() < wanted && !fit.is_empty() {
+            placement.push(fit.remove(w.draw(|rng| rng.index(fit.len()))));
+        }
+        match placement.is_empty() {
+            true => Err(BallastError::new(ErrorCode::CapacityExhausted, "no node has room")),
+            false => Ok(placement),
+        }
+    }
+
+    /// Publishes an import on the nodes' receipts.
+    pub async fn commit_import(
+        &self,
+        identity: &RevisionIdentity,
+        session_id: &SessionId,
+        sha256: Digest,
+    ) -> Result<WeightRevisionMetadata, BallastError> {
+        let look = |state: &State| (state.revision(identity).cloned(), state.import(identity).cloned());
+        let (record, session) = self.replica.read(look);
+        let record = record.ok_or_else(|| BallastError::new(ErrorCode::NotFound, format!("{identity} does not exist")))?;
+        if let Some(manifest) = &record.manifest {
+            return match manifest.sha256 == sha256 && record.availability == Availability::Ready {
+                true => Ok(record),
+                false => Err(BallastError::new(ErrorCode::Conflict, format!("{identity} was committed otherwise"))),
+            };
+        }
+        if session.is_none_or(|session| session.session_id != *session_id) {
+            return Err(BallastError::new(ErrorCode::LeaseExpired, format!("the session of {identity} has ended")));
+        }
+        let mut receipts = Vec::new();
+        for node in &record.placement {
+            let receipt = self.receipt(node, &record.instance, session_id, sha256).await?;
+            if receipt.manifest.sha256 != sha256 || receipt.node != *node {
+                return Err(BallastError::new(ErrorCode::ChecksumMismatch, format!("the receipt of {node} differs")));
+            }
+            receipts.push(receipt);
+        }
+        let manifest = receipts.first().map(|receipt| receipt.manifest.clone());
+        let manifest = manifest.ok_or_else(|| BallastError::invalid("a placement of no nodes"))?;
+        let (identity, session_id) = (identity.clone(), session_id.clone());
+        let command = Command::CommitImport(CommitImport { identity, session_id, manifest, receipts });
+        match self.submit(self.w().command_id(), command).await? {
+            Reply::Revision(revision) => Ok(*revision),
+            other => Err(BallastError::invalid(format!("not a revision: {other:?}"))),
+        }
+    }
+
+    async fn receipt(
+        &self,
+        node: &NodeId,
+        instance: &InstanceId,
+        session_id: &SessionId,
+        sha256: Digest,
+    ) -> Result<Receipt, BallastError> {
+        if self.w().bug(Bug::CommitWithoutReceipts) {
+            // The importer's word for it.
+            let content = self.w().content(&sha256).ok_or_else(|| unavailable("an unknown manifest"))?;
+            return Ok(Receipt {
+                node: node.clone(),
+                incarnation: String::new(),
+                instance: instance.clone(),
+                session_id: session_id.clone(),
+                layout_digest: sha256,
+                checksums_digest: sha256,
+                manifest: content.manifest.clone(),
+            });
+        }
+        let request = NodeRequest::Receipt { instance: instance.clone(), session_id: session_id.clone() };
+        match call_node(&self.replica, node, request).await? {
+            NodeReply::Receipt(receipt) => Ok(*receipt),
+            other => Err(unavailable(format!("not a receipt: {other:?}"))),
+        }
+    }
+
+    /// Grants a lease; the record goes with it.
+    pub async fn acquire_lease(
+        &self,
+        command: AcquireLease,
+    ) -> Result<(LeaseGrant, WeightRevisionMetadata), BallastError> {
+        let identity = command.identity.clone();
+        let grant = match self.submit(self.w().command_id(), Command::AcquireLease(command)).await? {
+            Reply::Lease(grant) => *grant,
+            other => return Err(BallastError::invalid(format!("not a lease: {other:?}"))),
+        };
+        let record = self.metadata(&identity).filter(|record| record.instance == grant.instance);
+        record.map(|record| (grant, record)).ok_or_else(|| unavailable(format!("{identity} is gone already")))
+    }
+
+    /// The newest generation of a lineage that is served now.
+    pub fn discover(&self, any: &RevisionIdentity) -> Option<RevisionIdentity> {
+        let lineage = any.lineage();
+        let found = self.replica.read(|state| {
+            if self.w().bug(Bug::WatermarkAsHead) {
+                let weight_generation = state.watermark(&lineage);
+                return (weight_generation > 0).then(|| RevisionIdentity { weight_generation, ..any.clone() });
+            }
+            let generations = (1..200).map(|weight_generation| RevisionIdentity { weight_generation, ..any.clone() });
+            let ready = |identity: &RevisionIdentity| {
+                state.revision(identity).is_some_and(|record| record.availability == Availability::Ready)
+            };
+            generations.filter(ready).last()
+        });
+        if let Some(identity) = &found {
+            super::invariants::no_active_head(self.w(), &self.replica, identity);
+        }
+        found
+    }
+
+    /// What the log knows of a node's instances. `None`: this replica can not say.
+    pub async fn welcome(&self, held: &[InstanceId], seen: LogPosition) -> Option<(u64, Vec<InstanceStanding>)> {
+        let seen = held.iter().map(|instance| instance.position).chain([seen]).max()?.seq;
+        let caught_up =
+            self.replica.folded.wait_for(|| self.replica.read(|state| state.log_seq() >= seen).then_some(()));
+        // The planted bug answers from wherever it stands.
+        if !self.w().bug(Bug::UnknownIsDropped) {
+            self.w().rt.timeout(CATCH_UP, caught_up).await?;
+        }
+        Some(self.replica.read(|state| {
+            (state.log_seq(), held.iter().map(|instance| state.instance_standing(instance)).collect())
+        }))
+    }
+
+    async fn publish_hints(self: Rc<Self>) {
+        let w = Rc::clone(self.w());
+        let trusts_the_queue = w.bug(Bug::HintAckedAfterItsWakeUp);
+        loop {
+            let runnable: Vec<OperationId> =
+                self.replica.read(|state| state.runnable_operations().map(|it| it.operation_id.clone()).collect());
+            let known: BTreeSet<&OperationId> = runnable.iter().collect();
+            self.sent.borrow_mut().retain(|id, _| known.contains(id));
+            for id in &runnable {
+                let last = self.sent.borrow().get(id).copied();
+                let due = last.is_none_or(|at| w.now() >= at + REPEAT_EVERY && !trusts_the_queue);
+                if due && !self.replica.link.is_cut(w.now()) {
+                    if !w.strikes(w.plan.network.lose, "hint lost") {
+                        w.hints.publish(id, w.now());
+                    }
+                    self.sent.borrow_mut().insert(id.clone(), w.now());
+                }
+            }
+            let seen = self.replica.read(State::log_seq);
+            let changed = self.replica.folded.wait_for(|| (self.replica.read(State::log_seq) > seen).then_some(()));
+            w.rt.timeout(REPEAT_EVERY / 2, changed).await;
+            w.rt.sleep(SETTLE).await;
+        }
+    }
+}
+
+/// One control request to a node, from a gateway or a worker.
+pub(crate) async fn call_node(
+    replica: &Replica,
+    node: &NodeId,
+    request: NodeRequest,
+) -> Result<NodeReply, BallastError> {
+    let w = &replica.w;
+    let Some(found) = w.node_named(node) else { return Err(unavailable(format!("{node} does not exist"))) };
+    let answer = ask(w, &replica.link, &found.slot, NODE_CALL, move |store| store.control(request.clone())).await;
+    match answer {
+        Some(NodeReply::Failed(error)) => {
+            Err(BallastError { message: format!("node {node}: {}", error.message), ..error })
+        }
+        Some(reply) => Ok(reply),
+        None => Err(unavailable(format!("node {node} does not answer"))),
+    }
+}

@@ -1,0 +1,146 @@
+//! Imports on a node: reserve, write, seal, and the receipt that the gateway asks for.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use ballast_schemas::{BallastError, Bitmap, Digest, ErrorCode, InstanceId, Receipt, SessionId};
+
+use super::disks::{ColdFolder, ColdUnit};
+use super::store::{Live, Standing, Store, new_folder, refuse};
+use crate::sim::content::Content;
+use crate::sim::invariants;
+use crate::sim::runtime::MS;
+use crate::sim::world::short;
+
+impl Store {
+    fn check_session(live: &Live, session_id: &SessionId) -> Result<(), BallastError> {
+        if live.session_id == *session_id {
+            return Ok(());
+        }
+        refuse(ErrorCode::Conflict, format!("{} belongs to session {}", live.id, live.session_id))
+    }
+
+    pub fn allocate(&self, id: &InstanceId, session_id: &SessionId, count: u32) -> Result<(), BallastError> {
+        if self.tombstones.borrow().contains(id) {
+            return refuse(ErrorCode::Conflict, format!("{id} was deleted"));
+        }
+        if let Some(live) = self.instances.borrow().get(id) {
+            if live.standing.get() != Standing::Serving || live.deleting.get() {
+                return refuse(ErrorCode::NotReady, format!("{id} is not served or being deleted"));
+            }
+            return Self::check_session(live, session_id);
+        }
+        if self.node.disks.borrow().memory_used() + u64::from(count) > self.node.memory_units {
+            return refuse(ErrorCode::CapacityExhausted, "memory tier is full");
+        }
+        let live = Live::new(id, session_id, count, Standing::Serving);
+        (0..count).for_each(|unit| live.units.borrow_mut().set_resident(unit));
+        let folder = new_folder(session_id, count, self.w.now());
+        self.node.disks.borrow_mut().memory.insert(id.clone(), folder);
+        self.instances.borrow_mut().insert(id.clone(), Rc::new(live));
+        self.trace(&format!("allocated {} for {session_id}", short(id)));
+        Ok(())
+    }
+
+    pub async fn write(&self, id: &InstanceId, session_id: &SessionId, unit: u32, bytes: u64) -> Result<(), BallastError> {
+        let live = self.served(id)?;
+        Self::check_session(&live, session_id)?;
+        if live.deleting.get() || live.sealing.get() || live.content.borrow().is_some() {
+            return refuse(ErrorCode::Conflict, format!("the import of {id} has ended"));
+        }
+        // A writer is between its look at the state and the end of its copy.
+        live.writers.set(live.writers.get() + 1);
+        self.w.work(4 * MS).await;
+        if let Some(folder) = self.node.disks.borrow_mut().memory.get_mut(id) {
+            folder.write(unit, Some(bytes));
+        }
+        live.writers.set(live.writers.get() - 1);
+        live.eased.notify();
+        Ok(())
+    }
+
+    pub async fn seal(&self, id: &InstanceId, session_id: &SessionId, content: &Rc<Content>) -> Result<(), BallastError> {
+        let live = self.served(id)?;
+        Self::check_session(&live, session_id)?;
+        let _turn = live.queue.enter().await;
+        if live.deleting.get() {
+            return refuse(ErrorCode::NotReady, format!("{id} is being deleted"));
+        }
+        if let Some(sealed) = &*live.content.borrow() {
+            if sealed.manifest.sha256 != content.manifest.sha256 {
+                return refuse(ErrorCode::Conflict, format!("{id} is sealed with another manifest"));
+            }
+            return Self::check_complete(&live);
+        }
+        if content.manifest.group_id != id.group_id || content.len() != live.count {
+            return refuse(ErrorCode::InvalidArgument, format!("the manifest is not that of {id}"));
+        }
+        live.sealing.set(true);
+        live.eased.wait_for(|| (live.writers.get() == 0).then_some(())).await;
+        self.w.work(3 * MS).await;
+        let sealed = self.seal_now(&live, content);
+        live.sealing.set(false);
+        sealed
+    }
+
+    fn seal_now(&self, live: &Live, content: &Rc<Content>) -> Result<(), BallastError> {
+        // Deletion may have begun while the writers ended.
+        let mut disks = self.node.disks.borrow_mut();
+        let now = self.w.now();
+        let Some(folder) = disks.memory.get_mut(&live.id) else {
+            return refuse(ErrorCode::NotFound, format!("nothing of {} is here", live.id));
+        };
+        let wrong = (0..live.count).find(|unit| folder.bytes(*unit) != content.unit(*unit));
+        if let Some(unit) = wrong {
+            return refuse(ErrorCode::ChecksumMismatch, format!("unit {unit} of {} differs", live.id));
+        }
+        folder.content = Some(Rc::clone(content));
+        folder.held = Bitmap::full(live.count);
+        if self.node.has_cold {
+            let cold = ColdFolder {
+                session_id: live.session_id.clone(),
+                content: Rc::clone(content),
+                fence: live.fence.get(),
+                deleting: live.deleting.get(),
+                held: Bitmap::empty(live.count),
+                units: vec![ColdUnit::default(); live.count as usize],
+                offline: false,
+                allocated_at: now,
+            };
+            disks.cold.insert(live.id.clone(), cold);
+        }
+        drop(disks);
+        (0..live.count).for_each(|unit| live.units.borrow_mut().set_hot(unit));
+        *live.content.borrow_mut() = Some(Rc::clone(content));
+        *live.verified.borrow_mut() = BTreeMap::new();
+        self.save(live);
+        self.trace(&format!("sealed {}", short(&live.id)));
+        Ok(())
+    }
+
+    /// A receipt stands for bytes that are here.
+    fn check_complete(live: &Live) -> Result<(), BallastError> {
+        let units = live.units.borrow();
+        match (0..live.count).find(|unit| !units.hot().get(*unit) && !units.cold().get(*unit)) {
+            Some(unit) => refuse(ErrorCode::Unavailable, format!("unit {unit} of {} is not here", live.id)),
+            None => Ok(()),
+        }
+    }
+
+    pub fn receipt(&self, id: &InstanceId, session_id: &SessionId) -> Result<Receipt, BallastError> {
+        let live = self.served(id)?;
+        Self::check_session(&live, session_id)?;
+        let content = Self::sealed(&live)?;
+        Self::check_complete(&live)?;
+        invariants::identity_of_bytes(&self.w, &self.node, id, &live.id);
+        Ok(Receipt {
+            node: self.node.id.clone(),
+            incarnation: self.incarnation.clone(),
+            instance: id.clone(),
+            session_id: session_id.clone(),
+            layout_digest: Digest::of(b"layout"),
+            checksums_digest: content.manifest.sha256,
+            manifest: content.manifest.clone(),
+        })
+    }
+}
