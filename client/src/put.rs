@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_schemas::frame::{ByteRange, RANGES_MAX};
 use ballast_schemas::manifest::{Manifest, ManifestPlan};
 use ballast_schemas::{
     BallastError, BeginImportRequest, ClaimPhase, ErrorCode, IMPORT_TTL_MS_DEFAULT, IdentityRequest, ReplacementClaim,
@@ -25,6 +26,9 @@ use crate::source::{Source, UnitSource};
 use crate::store::is_published;
 use crate::upload::Upload;
 
+/// Pieces of fewer bytes are gathered, up to so many bytes, and sent together.
+const SMALL_BYTES: usize = 256 << 10;
+const GATHERED_BYTES: usize = 4 << 20;
 /// How long a failed put tries to abort its import before it tells of its failure.
 const ABORT_PATIENCE: Duration = Duration::from_secs(3);
 const CLAIM_LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -49,10 +53,36 @@ pub struct PutWriter {
     units: Vec<UnitSource>,
     /// What comes later.
     pieces: Pieces,
+    gathered: Gathered,
     /// By unit, as far as known.
     checksums: Vec<Option<u64>>,
     work: Work,
     started: Instant,
+}
+
+/// Small pieces that go together: each by itself would cost a round trip.
+#[derive(Debug, Default)]
+struct Gathered {
+    ranges: Vec<ByteRange>,
+    bytes: Vec<u8>,
+}
+
+impl Gathered {
+    fn push(&mut self, (unit, offset, bytes): (u32, u64, &[u8])) {
+        self.ranges.push(ByteRange { unit, offset, bytes: bytes.len() as u64 });
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    fn buffers(&self) -> Vec<&[u8]> {
+        let mut rest = self.bytes.as_slice();
+        let cut = |range: &ByteRange| {
+            // The bytes were appended with their range.
+            let (own, after) = rest.split_at((range.bytes as usize).min(rest.len()));
+            rest = after;
+            own
+        };
+        self.ranges.iter().map(cut).collect()
+    }
 }
 
 #[derive(Debug)]
@@ -114,7 +144,19 @@ impl PutWriter {
             Err(error) => return Err(error),
         };
         let (pieces, checksums) = (Pieces::new(&plan, &units), vec![None; units.len()]);
-        Ok(Self { gateway: gateway.clone(), request, progress, plan, units, pieces, checksums, work, started })
+        let gathered = Gathered::default();
+        Ok(Self {
+            gateway: gateway.clone(),
+            request,
+            progress,
+            plan,
+            units,
+            pieces,
+            gathered,
+            checksums,
+            work,
+            started,
+        })
     }
 
     /// What is published.
@@ -159,15 +201,36 @@ impl PutWriter {
         bytes: &[u8],
     ) -> Result<(), BallastError> {
         let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
-        if let Work::Importing { session, upload } = &mut self.work {
-            let lost = session.lost();
-            tokio::select! {
-                written = upload.write(place.unit, place.unit_offset, bytes) => written?,
-                error = lost => return Err(error),
+        if bytes.len() < SMALL_BYTES {
+            self.gathered.push((place.unit, place.unit_offset, bytes));
+            if self.gathered.bytes.len() >= GATHERED_BYTES || self.gathered.ranges.len() >= RANGES_MAX {
+                self.send_gathered().await?;
             }
+        } else {
+            self.send_gathered().await?;
+            let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
+            self.send(&[range], &[bytes]).await?;
         }
         self.pieces.note(place, checksum(bytes));
         Ok(())
+    }
+
+    /// Sends the small pieces that were gathered, in the order in which they came.
+    async fn send_gathered(&mut self) -> Result<(), BallastError> {
+        if self.gathered.ranges.is_empty() {
+            return Ok(());
+        }
+        let gathered = std::mem::take(&mut self.gathered);
+        self.send(&gathered.ranges, &gathered.buffers()).await
+    }
+
+    async fn send(&mut self, ranges: &[ByteRange], buffers: &[&[u8]]) -> Result<(), BallastError> {
+        let Work::Importing { session, upload } = &mut self.work else { return Ok(()) };
+        let lost = session.lost();
+        tokio::select! {
+            written = upload.write(ranges, buffers) => written,
+            error = lost => Err(error),
+        }
     }
 
     /// Moves the bytes, has them checked, and publishes the revision: READY and HOT when this returns.
@@ -177,6 +240,7 @@ impl PutWriter {
     /// the revision is READY with other content; `LEASE_EXPIRED` when the session was lost. The import is aborted then.
     pub async fn commit(mut self) -> Result<PutReport, BallastError> {
         self.pieces.complete(&mut self.checksums)?;
+        self.send_gathered().await?;
         let bytes = self.plan.logical_bytes();
         let (revision, existed, transport) = match self.work {
             Work::Existing { revision, manifest } => {

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ballast_schemas::frame::SourceRange;
+use ballast_schemas::frame::{ByteRange, SourceRange};
 use ballast_schemas::manifest::Manifest;
 use ballast_schemas::{BallastError, BeginImportReply, ErrorCode, NodeEndpoint};
 use ballast_transfer::{NodeConnection, Route, checksum};
@@ -69,10 +69,10 @@ impl Upload {
         if tcp { Transport::Tcp } else { Transport::Local }
     }
 
-    /// Writes bytes of a unit from memory.
-    pub(crate) async fn write(&mut self, unit: u32, offset: u64, bytes: &[u8]) -> Result<(), BallastError> {
+    /// Writes stretches of units from memory.
+    pub(crate) async fn write(&mut self, ranges: &[ByteRange], buffers: &[&[u8]]) -> Result<(), BallastError> {
         for node in &mut self.nodes {
-            node.control.write(unit, offset, bytes).await?;
+            node.control.write_ranges(ranges, buffers).await?;
         }
         Ok(())
     }
