@@ -64,8 +64,9 @@ impl Pieces {
             });
         }
         for of_unit in pieces.of_unit.values_mut() {
-            // Of an empty box there is nothing to send.
-            for piece in of_unit.iter_mut().filter(|piece| piece.bytes == 0) {
+            // Of the empty box of an uneven split there is nothing to send; an empty tensor is given like any other.
+            let is_split = of_unit.len() > 1;
+            for piece in of_unit.iter_mut().filter(|piece| is_split && piece.bytes == 0) {
                 piece.checksum = Some(checksum(&[]));
             }
             of_unit.sort_by_key(|piece| piece.unit_offset);

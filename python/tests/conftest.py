@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 READY_SECONDS = 60
 
 
+def forget_memory(ready):
+    """Removes the memory tier of a `ballast dev` that has ended: the folder, and the tmpfs that it may have mounted there."""
+    folder = ready["report"]["memory"]["folder"]
+    while os.path.ismount(folder) and subprocess.run(["umount", folder], capture_output=True).returncode == 0:
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Cluster:
     """A running `ballast dev`."""
 
@@ -26,6 +35,7 @@ class Cluster:
         cached = ROOT / ".cache/nats-server/2.15.1/nats-server"
         if not environment.get("BALLAST_NATS_SERVER") and cached.is_file():
             environment["BALLAST_NATS_SERVER"] = str(cached)
+        self.ready = None
         self.log = folder / "dev.log"
         self.folder = folder
         command = [
@@ -56,6 +66,9 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self.process.stdout.close()
+        if self.ready is not None:
+            forget_memory(self.ready)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import venv
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, forget_memory
 
 
 def clean(environment):
@@ -58,7 +58,9 @@ def dev(fresh):
             assert line and time.monotonic() < deadline, (text, (fresh / "dev.log").read_text()[-2000:])
     yield ready["nats"]
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    ended = process.wait(30)
+    forget_memory(ready)
+    assert ended == 0
 
 
 def test_pip_install_and_ballast_dev_is_all_that_is_needed(fresh, dev):
