@@ -6,9 +6,10 @@ use ballast_client::{GetOptions, GetReport, GetTarget, OpenRevision, resolve};
 use ballast_schemas::{BallastError, Digest, ErrorCode};
 use serde_json::{Value, json};
 use tokio::io::AsyncReadExt;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::Context;
 use super::write::shown_progress;
+use super::{Context, INTERRUPTED, SETTLE_PATIENCE};
 use crate::args::{GetArgs, OpenArgs};
 use crate::output::{bytes, speed};
 
@@ -16,7 +17,10 @@ pub async fn get(context: &Context, args: GetArgs) -> Result<(), BallastError> {
     let identity = resolve(&context.store, &args.name.text).await?;
     let options = GetOptions { progress: shown_progress(context.out, "get"), ..GetOptions::default() };
     let target = GetTarget::Directory { path: &args.to, overwrite: args.force };
-    let report = context.store.weight_get(&identity, target, options).await?;
+    let report = context.store.weight_get(&identity, target, options).await.map_err(|error| match error.code {
+        ErrorCode::Conflict if !args.force => BallastError { message: format!("{} (--force)", error.message), ..error },
+        _ => error,
+    })?;
     context.out.show(&get_json(&report), || {
         let how = report.transport.map_or_else(String::new, |transport| format!(", {transport}"));
         format!(
@@ -56,7 +60,16 @@ pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError>
     let identity = resolve(&context.store, &args.name.text).await?;
     let started = std::time::Instant::now();
     let options = GetOptions { progress: shown_progress(context.out, "open"), ..GetOptions::default() };
-    let opened = OpenRevision::open(&context.store, &identity, options).await?;
+    // Listened to from before the lease is taken, so that no Ctrl-C leaves it to run out by itself.
+    let mut interrupt = signal(SignalKind::interrupt())
+        .map_err(|error| BallastError::invalid(format!("Ctrl-C can not be listened to: {error}")))?;
+    let opened = tokio::select! {
+        opened = OpenRevision::open(&context.store, &identity, options) => opened?,
+        _ = interrupt.recv() => {
+            context.gateway.settle(SETTLE_PATIENCE).await;
+            std::process::exit(INTERRUPTED);
+        }
+    };
     let (mapped, total) = (opened.mapped_bytes(), opened.manifest().logical_bytes());
     let tensors = opened.manifest().tensors().len();
     let seconds = started.elapsed().as_secs_f64();
@@ -70,7 +83,7 @@ pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError>
             bytes(total)
         )
     });
-    let ended = hold(&args.run).await?;
+    let ended = hold(&args.run, &mut interrupt).await?;
     let lapsed = opened.lease_lapsed();
     let intact = before.map(|before| before == digest(&opened));
     let released = opened.close().await;
@@ -97,14 +110,14 @@ pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError>
 }
 
 /// Runs the command to its end, or waits for the end of standard input or Ctrl-C.
-async fn hold(run: &[String]) -> Result<Option<ExitStatus>, BallastError> {
+async fn hold(run: &[String], interrupt: &mut Signal) -> Result<Option<ExitStatus>, BallastError> {
     let Some((program, arguments)) = run.split_first() else {
         let mut input = tokio::io::stdin();
         let mut buffer = [0; 4096];
         loop {
             tokio::select! {
                 read = input.read(&mut buffer) => if !matches!(read, Ok(count) if count > 0) { return Ok(None) },
-                _ = tokio::signal::ctrl_c() => return Ok(None),
+                _ = interrupt.recv() => return Ok(None),
             }
         }
     };
@@ -113,6 +126,6 @@ async fn hold(run: &[String]) -> Result<Option<ExitStatus>, BallastError> {
     tokio::select! {
         status = child.wait() => status.map(Some).map_err(failed),
         // The child gets the terminal's Ctrl-C too and ends by itself.
-        _ = tokio::signal::ctrl_c() => child.wait().await.map(Some).map_err(failed),
+        _ = interrupt.recv() => child.wait().await.map(Some).map_err(failed),
     }
 }
