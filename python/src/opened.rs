@@ -7,23 +7,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::{raise, to_json};
-use crate::runtime::{Cancel, drop_inside, wait};
+use crate::runtime::{Cancel, Owned, wait};
 
 /// What an open revision and its views share.
-struct Shared(Option<OpenRevision>);
+struct Shared(Owned<OpenRevision>);
 
 impl Shared {
     fn get(&self) -> PyResult<&OpenRevision> {
-        // Only the drop below and a close without views take it out.
-        self.0.as_ref().ok_or_else(|| pyo3::exceptions::PyValueError::new_err("the revision is closed"))
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        if let Some(opened) = self.0.take() {
-            drop_inside(opened);
-        }
+        self.0.get().ok_or_else(|| pyo3::exceptions::PyValueError::new_err("the revision is closed"))
     }
 }
 
@@ -39,7 +30,7 @@ pub(crate) struct Opened {
 
 impl Opened {
     pub(crate) fn new(gateway: Gateway, opened: OpenRevision) -> Self {
-        Self { gateway, shared: Mutex::new(Some(Arc::new(Shared(Some(opened))))) }
+        Self { gateway, shared: Mutex::new(Some(Arc::new(Shared(Owned::new(opened))))) }
     }
 
     fn shared(&self) -> PyResult<Arc<Shared>> {
@@ -123,8 +114,8 @@ impl Opened {
     #[pyo3(signature = (cancel=None))]
     fn close(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<bool> {
         let taken = self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(mut shared) = taken.and_then(|shared| Arc::try_unwrap(shared).ok()) else { return Ok(false) };
-        let Some(opened) = shared.0.take() else { return Ok(false) };
+        let opened = taken.and_then(|shared| Arc::try_unwrap(shared).ok()).and_then(|shared| shared.0.take());
+        let Some(opened) = opened else { return Ok(false) };
         wait(py, Some(&self.gateway), cancel, opened.close())?;
         Ok(true)
     }

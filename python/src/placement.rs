@@ -86,7 +86,7 @@ pub(crate) struct Placement {
 }
 
 enum Layout {
-    Whole(Document),
+    Whole(Box<Document>),
     /// Parts by themselves: their axes do not say how they belong together.
     Parts(Vec<PlacementPart>),
 }
@@ -152,7 +152,7 @@ impl Placement {
             parts.push(PlacementPart::new(identity.clone(), topology.topology_id(), participant, fragments)?);
         }
         let layout = match text.exact {
-            true => Layout::Whole(Document::assemble(identity, topology, parts)?),
+            true => Layout::Whole(Box::new(Document::assemble(identity, topology, parts)?)),
             false => Layout::Parts(parts),
         };
         Ok(Self { layout })

@@ -115,10 +115,38 @@ pub(crate) fn wait<T: Send>(
     }
 }
 
-/// Drops something that releases or aborts in the background, which needs a runtime.
-pub(crate) fn drop_inside<T>(value: T) {
-    if let Ok(runtime) = runtime() {
-        let _inside = runtime.enter();
-        drop(value);
+/// Something that releases or aborts in the background when it is dropped, which needs a runtime. It belongs to the process
+/// that made it: a fork has a copy, and must not let go of what its parent still holds.
+#[derive(Debug)]
+pub(crate) struct Owned<T> {
+    process: u32,
+    value: Option<T>,
+}
+
+impl<T> Owned<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self { process: std::process::id(), value: Some(value) }
+    }
+
+    /// What it is, in the process that made it.
+    pub(crate) fn get(&self) -> Option<&T> {
+        self.value.as_ref()
+    }
+
+    /// Takes it out, in the process that made it.
+    pub(crate) fn take(mut self) -> Option<T> {
+        if self.process == std::process::id() { self.value.take() } else { None }
+    }
+}
+
+impl<T> Drop for Owned<T> {
+    fn drop(&mut self) {
+        let Some(value) = self.value.take() else { return };
+        if self.process != std::process::id() {
+            std::mem::forget(value);
+        } else if let Ok(runtime) = runtime() {
+            let _inside = runtime.enter();
+            drop(value);
+        }
     }
 }

@@ -8,37 +8,29 @@ use pyo3::prelude::*;
 use serde_json::json;
 
 use crate::error::{raise, to_json};
-use crate::runtime::{Cancel, drop_inside, wait};
+use crate::runtime::{Cancel, Owned, wait};
 
 /// A revision being published.
 #[pyclass(frozen, module = "ballast._native")]
 pub(crate) struct Writer {
     gateway: Gateway,
     /// `None` while a call works with it, and once it has ended.
-    inner: Mutex<Option<PutWriter>>,
+    inner: Mutex<Option<Owned<PutWriter>>>,
 }
 
 impl Writer {
     pub(crate) fn new(gateway: Gateway, writer: PutWriter) -> Self {
-        Self { gateway, inner: Mutex::new(Some(writer)) }
+        Self { gateway, inner: Mutex::new(Some(Owned::new(writer))) }
     }
 
     fn take(&self, py: Python<'_>) -> PyResult<PutWriter> {
         let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let gone = || BallastError::new(ErrorCode::Conflict, "the writer has ended, or is in use by another thread");
-        taken.ok_or_else(|| raise(py, &gone()))
+        taken.and_then(Owned::take).ok_or_else(|| raise(py, &gone()))
     }
 
     fn put_back(&self, writer: PutWriter) {
-        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(writer);
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        if let Some(writer) = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-            drop_inside(writer);
-        }
+        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Owned::new(writer));
     }
 }
 
@@ -48,7 +40,7 @@ impl Writer {
     #[getter]
     fn claim(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let claim = inner.as_ref().and_then(PutWriter::claim).map(to_json);
+        let claim = inner.as_ref().and_then(Owned::get).and_then(PutWriter::claim).map(to_json);
         claim.transpose().map_err(|error| raise(py, &error))
     }
 
@@ -100,7 +92,7 @@ impl Writer {
     #[pyo3(signature = (cancel=None))]
     fn abort(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<()> {
         let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match taken {
+        match taken.and_then(Owned::take) {
             Some(writer) => wait(py, Some(&self.gateway), cancel, writer.abort()),
             None => Ok(()),
         }

@@ -57,6 +57,9 @@ def cut(value, box):
     return value[tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
 
 
+compared = [0]
+
+
 def read_all(store, identity, target, values, one_by_one):
     """Reads every rank's boxes and compares them with numpy's."""
     by_rank = {}
@@ -70,6 +73,7 @@ def read_all(store, identity, target, values, one_by_one):
                  for name, buffers in by_rank.items() for key, buffer in buffers.items()]
         store.weight_get(identity, target, bound)
     for name, buffers in by_rank.items():
+        compared[0] += len(buffers)
         for key, buffer in buffers.items():
             assert np.array_equal(buffer, cut(values[key], target.participants[name].fragments[key][0])), (name, key)
 
@@ -85,11 +89,11 @@ def random_placements(rng, mesh, rank):
     return [Shard(rng.randrange(rank)) if rank and rng.random() < 0.6 else Replicate() for _ in mesh.shape]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_layouts_into_random_layouts_are_numpys(store, name, seed):
     rng = random.Random(seed)
     values = {}
-    for at in range(12):
+    for at in range(20):
         shape = [rng.choice([1, 2, 3, 5, 6, 7, 8]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
         dtype = rng.choice([np.float32, np.int8, np.float64, np.int16])
         values[f"t{at}"] = (np.arange(int(np.prod(shape))) * 7 + at).astype(dtype).reshape(shape)
@@ -100,13 +104,17 @@ def test_random_layouts_into_random_layouts_are_numpys(store, name, seed):
     for key, value in values.items():
         assert np.array_equal(loaded[key], value) and loaded[key].shape == value.shape, key
     del loaded
-    for _ in range(6):
+    for _ in range(10):
         target_mesh = random_mesh(rng)
         dtypes = {key: ballast._arrays.known_dtype(value.dtype, key) for key, value in values.items()}
         target = placement(target_mesh, {
             key: (dtypes[key], value.shape, random_placements(rng, target_mesh, value.ndim)) for key, value in values.items()})
         read_all(store, record.identity, target, values, one_by_one=not target.exact or rng.random() < 0.5)
     until(lambda: leases(store, record.identity) == 0)
+
+
+def test_the_random_layouts_were_many():
+    assert compared[0] == 0 or compared[0] >= 10_000, compared
 
 
 def test_layouts_of_experts_pipelines_and_replicas_in_one_read(store, name):

@@ -193,6 +193,25 @@ def test_a_fork_has_connections_of_its_own(store, name):
     until(lambda: leases(store, identity) == 0, seconds=90)
 
 
+def test_a_fork_that_ends_does_not_let_go_of_what_its_parent_holds(cluster, store, name):
+    identity = publish(store, tensors(39), name)
+    script = textwrap.dedent("""
+        import os, sys, time, ballast
+        store = ballast.WeightStore(sys.argv[1])
+        opened = ballast.open(sys.argv[2], store=store)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        begun = time.monotonic()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert time.monotonic() - begun < 10, "the child waited for a connection that it does not have"
+        assert store.weight_get_metadata(sys.argv[2]).active_lease_count == 1
+        assert opened.close() is True
+    """)
+    subprocess.run([sys.executable, "-c", script, cluster.nats, str(identity)], check=True, env=dict(os.environ), timeout=60)
+    until(lambda: leases(store, identity) == 0, seconds=5)
+
+
 def test_waiting_never_answers_an_older_generation(store, name):
     publish(store, tensors(33), name)
     assert ballast.wait(name, store=store).weight_generation == 1
