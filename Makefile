@@ -4,7 +4,7 @@
 PYTHON := .cache/venv/bin/python
 ABSENT = @printf '%s\n' "make $@: absent: $(1)" >&2; exit 1
 
-.PHONY: help setup build demo test test-large verify fix bench sim crash-sweep cluster-test rdma-test fuzz soak
+.PHONY: help setup build demo test verify fix bench sim crash-sweep cluster-test rdma-test fuzz soak
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -24,9 +24,6 @@ demo: ## the main job on a real model, with separate processes and kill -9 (MODE
 test: ## everything: the crates' own tests, then the whole system through NATS and the command line
 	@ops/test
 
-test-large: ## as test, and the models that need gigabytes of memory and disk
-	@BALLAST_TEST_LARGE=1 ops/test
-
 verify: ## format, lints, licences and sources of the dependencies: only reads
 	@ops/verify
 
@@ -37,8 +34,8 @@ fix: ## formats, and applies what clippy can mend by itself
 bench: ## (absent yet) figures beside the peer or the limit they are measured against
 	$(call ABSENT,the benchmarks are not built yet. make demo shows the time of each step on a real model)
 
-sim: ## (absent yet) seeded simulation of the log, the machines and the nodes
-	$(call ABSENT,the seeded simulation of whole clusters is not built yet. The fold's own property tests run in make test)
+sim: ## seeded simulation of whole clusters under faults (SEEDS=how many, SEED=one alone with every line)
+	cargo run --profile sim --locked -p ballast-tests --bin sim -- $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED))
 
 crash-sweep: ## (absent yet) kill -9 before and after every step of every machine
 	$(call ABSENT,the sweep over every step is not built yet. tests/e2e/test_kill.py kills each process during each verb in make test)
