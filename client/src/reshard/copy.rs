@@ -366,4 +366,26 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn rows_that_are_not_asked_for_are_not_written() {
+        let source: Vec<u8> = (1..=120).collect();
+        let loop_of = |count, source_stride, target_stride| Loop { count, source_stride, target_stride };
+        let loops = [loop_of(3, 40, 24), loop_of(2, 20, 12), loop_of(4, 5, 3)];
+        let row = |row: u64| {
+            ((row / 8) * 40 + (row / 4 % 2) * 20 + row % 4 * 5, (row / 8) * 24 + (row / 4 % 2) * 12 + row % 4 * 3)
+        };
+        for from in 0..=24 {
+            for to in from..=24 {
+                let (mut target, mut expected) = ([0_u8; 72], [0_u8; 72]);
+                let all = Rows { inner_bytes: 2, loops: &loops, stores: Stores::Cached };
+                // SAFETY: the loops reach 117 bytes of the source and 71 of the target.
+                unsafe { all.copy(source.as_ptr(), target.as_mut_ptr(), from, to) };
+                for (read, write) in (from..to).map(row) {
+                    expected[write as usize..][..2].copy_from_slice(&source[read as usize..][..2]);
+                }
+                assert_eq!(target, expected, "rows {from}..{to}");
+            }
+        }
+    }
 }

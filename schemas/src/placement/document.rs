@@ -1,13 +1,19 @@
 //! The documents of a placement and of one part, field by field. Canonical form is shared with the manifest, in ASCII
 //! (`ascii.rs`); a document that is read writes back as the same bytes.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+
+use sha2::{Digest as _, Sha256};
 
 use super::Placement;
 use super::ascii::{from_ascii, to_ascii};
 use super::error::PlacementError;
 use super::part::{PlacementFragment, PlacementIdentity, PlacementPart};
-use super::topology::{Form, PARTICIPANTS_MAX, ParallelRank, ParallelTopology, Participant, TopologyParts, text};
+use super::topology::{
+    Form, PARTICIPANTS_MAX, ParallelRank, ParallelTopology, Participant, TopologyParts, prefixed, text,
+};
+use crate::digest::Digest;
 use crate::manifest::{ManifestError, PARTS_MAX, RANK_MAX, Reader, Tensor, Writer, read_tensor, write_tensor};
 
 const RESOURCE_KIND: &str = "model_weight";
@@ -74,44 +80,45 @@ fn read_kind(r: &mut Reader<'_>, field: &'static str, expected: &str) -> Result<
     if found == expected { Ok(()) } else { Err(r.error(format!("found {found:?}, expected {expected:?}"))) }
 }
 
-/// Tensors of a document by name, and which of them fragments have used.
+/// Tensors of a document, and which of them fragments have used.
 struct Catalogue {
     tensors: Vec<Arc<Tensor>>,
+    places: HashMap<String, u32>,
     used: Vec<bool>,
 }
 
 impl Catalogue {
     fn new(tensors: Vec<Tensor>) -> Result<Self, PlacementError> {
-        if let Some(at) = tensors.windows(2).position(|pair| pair[0].tensor_id >= pair[1].tensor_id) {
-            let reason = "out of order or repeated: tensors ascend by tensor_id";
-            return Err(PlacementError::new(format!("tensors[{}]", at + 1), reason));
-        }
+        check_ascending("tensors", "tensor_id", tensors.iter().map(|tensor| tensor.tensor_id.as_str()))?;
+        let places = tensors.iter().map(|tensor| tensor.tensor_id.clone()).zip(0..).collect();
         let used = vec![false; tensors.len()];
-        Ok(Self { tensors: tensors.into_iter().map(Arc::new).collect(), used })
+        Ok(Self { tensors: tensors.into_iter().map(Arc::new).collect(), places, used })
     }
 
-    fn fragments(
-        &mut self,
-        parts: Vec<FragmentParts>,
-        path: &dyn Fn(usize) -> String,
-    ) -> Result<Vec<PlacementFragment>, PlacementError> {
+    /// The fragments of one list with their tensors, ordered by them.
+    fn fragments(&mut self, list: &str, parts: Vec<FragmentParts>) -> Result<Vec<PlacementFragment>, PlacementError> {
+        check_ascending(list, "placement_fragment_id", parts.iter().map(|own| own.placement_fragment_id.as_str()))?;
         let resolve = |(place, parts): (usize, FragmentParts)| {
-            let Ok(at) = self.tensors.binary_search_by(|tensor| tensor.tensor_id.cmp(&parts.tensor_id)) else {
+            let Some(&at) = self.places.get(&parts.tensor_id) else {
                 let reason = format!("{:?} is not in tensors", parts.tensor_id);
-                return Err(PlacementError::new(format!("{}.tensor_id", path(place)), reason));
+                return Err(PlacementError::new(format!("{list}[{place}].tensor_id"), reason));
             };
-            self.used[at] = true;
-            Ok(PlacementFragment {
-                tensor: self.tensors[at].clone(),
+            self.used[at as usize] = true;
+            let fragment = PlacementFragment {
+                tensor: self.tensors[at as usize].clone(),
                 global_offset: parts.global_offset,
                 local_shape: parts.local_shape,
                 nbytes: parts.nbytes,
                 rank: parts.rank,
                 aliases: parts.aliases,
                 placement_fragment_id: parts.placement_fragment_id,
-            })
+            };
+            Ok((at, fragment))
         };
-        parts.into_iter().enumerate().map(resolve).collect()
+        let mut fragments: Vec<_> = parts.into_iter().enumerate().map(resolve).collect::<Result<_, _>>()?;
+        // By number and not by name: a part orders them by name, which is fast when they are in order.
+        fragments.sort_unstable_by_key(|(tensor, _)| *tensor);
+        Ok(fragments.into_iter().map(|(_, fragment)| fragment).collect())
     }
 
     fn check_used(&self) -> Result<(), PlacementError> {
@@ -126,15 +133,18 @@ impl Catalogue {
     }
 }
 
-/// What was read must be what would be written: the order of lists has no other place to be checked.
-fn check_canonical(read: &[u8], written: &[u8]) -> Result<(), PlacementError> {
-    match read == written {
-        true => Ok(()),
-        false => {
-            let at = read.iter().zip(written).take_while(|(a, b)| a == b).count();
-            let reason = format!("not canonical from byte {at}: parts ascend by participant, fragments by their names");
-            Err(PlacementError::new("document", reason))
+/// Lists stand in one order, so that one content has one document.
+fn check_ascending<'a>(
+    list: &str,
+    field: &str,
+    names: impl Iterator<Item = &'a str> + Clone,
+) -> Result<(), PlacementError> {
+    match names.clone().zip(names.skip(1)).position(|(first, second)| first >= second) {
+        Some(at) => {
+            let reason = format!("out of order or repeated: {list} ascend by {field}");
+            Err(PlacementError::new(format!("{list}[{}]", at + 1), reason))
         }
+        None => Ok(()),
     }
 }
 
@@ -168,12 +178,18 @@ pub(super) fn parse_placement(bytes: &[u8]) -> Result<Placement, PlacementError>
     r.close()?;
     r.finish()?;
 
+    check_ascending("topology.participants", "participant_id", topology.names())?;
     let topology = ParallelTopology::from_parts(topology)?;
+    check_ascending(
+        "parts",
+        "participant_id",
+        parts.iter().map(|(participant, _)| participant.participant_id.as_str()),
+    )?;
     let mut catalogue = Catalogue::new(tensors)?;
     let identity = PlacementIdentity { resource_id, revision, weight_generation, placement_set_id };
     let mut whole = Vec::with_capacity(parts.len());
     for (place, (participant, fragments)) in parts.into_iter().enumerate() {
-        let fragments = catalogue.fragments(fragments, &|at| format!("parts[{place}].fragments[{at}]"))?;
+        let fragments = catalogue.fragments(&format!("parts[{place}].fragments"), fragments)?;
         let part = PlacementPart::new(identity.clone(), topology.topology_id(), participant, fragments);
         whole.push(part.map_err(|error| match error.path.starts_with("fragments") {
             true => PlacementError::new(format!("parts[{place}].{}", error.path), error.reason),
@@ -182,16 +198,53 @@ pub(super) fn parse_placement(bytes: &[u8]) -> Result<Placement, PlacementError>
     }
     catalogue.check_used()?;
     let placement = Placement::assemble(identity, topology, whole)?;
-    if placement.placement_id() != placement_id {
-        let reason = format!("found {placement_id:?}, its content has {:?}", placement.placement_id());
+    // Every list was in order and all else has one form, so these are the bytes that would be written.
+    let named = Named::of(bytes);
+    if named.placement_id != placement_id {
+        let reason = format!("found {placement_id:?}, its content has {:?}", named.placement_id);
         return Err(PlacementError::new("placement_id", reason));
     }
-    check_canonical(bytes, &placement.to_canonical_bytes())?;
-    Ok(placement)
+    Ok(placement.named(named))
 }
 
-/// The document, or the text whose digest is the placement's id.
-pub(super) fn write_placement(placement: &Placement, form: Form) -> Vec<u8> {
+/// The names that follow from a placement's document.
+#[derive(Clone, Debug)]
+pub(super) struct Named {
+    pub(super) placement_id: String,
+    pub(super) digest: Digest,
+}
+
+impl Named {
+    /// From the document, whose own `placement_id` (the right one, a wrong one, or none yet) does not matter. What the id
+    /// is the digest of has no `placement_id` and no `resource_kind`, but a `schema` before `tensors`.
+    pub(super) fn of(document: &[u8]) -> Self {
+        const ID: &[u8] = b"\"placement_id\":\"";
+        const KIND: &[u8] = b"\"resource_kind\":\"model_weight\",";
+        // Quotes inside strings are escaped, so these are found at the top level only; each stands there once.
+        let find =
+            |what: &[u8], end: usize| document[..end].windows(what.len()).rposition(|part| part == what).unwrap_or(0);
+        let tensors = find(b"\"tensors\":[", document.len());
+        let kind = find(KIND, tensors);
+        let id = find(ID, kind);
+        let value = id + ID.len();
+        let value_end = value + document[value..].iter().position(|byte| *byte == b'"').unwrap_or(0);
+        let mut content = Sha256::new();
+        content.update(&document[..id]);
+        content.update(&document[value_end + 2..kind]);
+        content.update(&document[kind + KIND.len()..tensors]);
+        content.update(b"\"schema\":\"complete-weight-placement\",");
+        content.update(&document[tensors..]);
+        let placement_id = prefixed(Digest::from_bytes(content.finalize().into()));
+        let mut whole = Sha256::new();
+        whole.update(&document[..value]);
+        whole.update(&placement_id);
+        whole.update(&document[value_end..]);
+        Self { placement_id, digest: Digest::from_bytes(whole.finalize().into()) }
+    }
+}
+
+/// The document with that id.
+pub(super) fn write_placement(placement: &Placement, placement_id: &str) -> Vec<u8> {
     let fragments: usize = placement.parts().iter().map(|part| part.fragments().len()).sum();
     let mut writer = Writer::with_capacity(1024 + 400 * fragments + 300 * placement.tensors().len());
     let w = &mut writer;
@@ -208,19 +261,15 @@ pub(super) fn write_placement(placement: &Placement, form: Form) -> Vec<u8> {
         part.participant().rank.write(w);
         w.close();
     });
-    let placement_id = if form == Form::Document { placement.placement_id() } else { "" };
     for (name, value) in [
         ("placement_id", placement_id),
         ("placement_set_id", &identity.placement_set_id),
         ("resource_id", &identity.resource_id),
-        ("resource_kind", if form == Form::Document { RESOURCE_KIND } else { "" }),
+        ("resource_kind", RESOURCE_KIND),
         ("revision", &identity.revision),
-        ("schema", if form == Form::Identity { "complete-weight-placement" } else { "" }),
     ] {
-        if !value.is_empty() {
-            w.field(name);
-            w.string(value);
-        }
+        w.field(name);
+        w.string(value);
     }
     w.field("tensors");
     w.list(placement.tensors(), |w, tensor| write_tensor(w, tensor));
@@ -256,12 +305,10 @@ pub(super) fn parse_part(bytes: &[u8]) -> Result<PlacementPart, PlacementError> 
     r.finish()?;
 
     let mut catalogue = Catalogue::new(tensors)?;
-    let fragments = catalogue.fragments(fragments, &|at| format!("fragments[{at}]"))?;
+    let fragments = catalogue.fragments("fragments", fragments)?;
     catalogue.check_used()?;
     let identity = PlacementIdentity { resource_id, revision, weight_generation, placement_set_id };
-    let part = PlacementPart::new(identity, topology_id, Participant { participant_id, rank }, fragments)?;
-    check_canonical(bytes, &part.to_canonical_bytes())?;
-    Ok(part)
+    PlacementPart::new(identity, topology_id, Participant { participant_id, rank }, fragments)
 }
 
 pub(super) fn write_part(part: &PlacementPart) -> Vec<u8> {

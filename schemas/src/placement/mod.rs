@@ -23,8 +23,8 @@ pub use topology::{AxisSizes, PARTICIPANTS_MAX, ParallelRank, ParallelTopology, 
 
 use crate::digest::Digest;
 use crate::manifest::{AxisKind, Tensor};
+use document::Named;
 use part::ByTensor;
-use topology::Form;
 use validate::Roles;
 
 /// Where a fragment stands in a placement.
@@ -45,8 +45,7 @@ pub struct Placement {
     parts: Vec<PlacementPart>,
     tensors: Vec<Arc<Tensor>>,
     by_tensor: ByTensor<FragmentPlace>,
-    placement_id: OnceLock<String>,
-    digest: OnceLock<Digest>,
+    named: OnceLock<Named>,
 }
 
 impl PartialEq for Placement {
@@ -71,8 +70,7 @@ impl Placement {
         parts.sort_by(|a, b| a.participant().participant_id.cmp(&b.participant().participant_id));
         validate::check_parts(&identity, &topology, &parts)?;
         let (tensors, by_tensor) = validate::check_contents(&topology, &parts)?;
-        let (placement_id, digest) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { identity, topology, parts, tensors, by_tensor, placement_id, digest })
+        Ok(Self { identity, topology, parts, tensors, by_tensor, named: OnceLock::new() })
     }
 
     /// The placement whose parts follow from the axes of each tensor, as [`PlacementPart::from_axes`] has them.
@@ -103,20 +101,28 @@ impl Placement {
     /// The canonical document.
     #[must_use]
     pub fn to_canonical_bytes(&self) -> Vec<u8> {
-        document::write_placement(self, Form::Document)
+        document::write_placement(self, self.placement_id())
     }
 
     /// `sha256:` and the digest of what the placement says.
     #[must_use]
     pub fn placement_id(&self) -> &str {
-        self.placement_id
-            .get_or_init(|| format!("sha256:{}", Digest::of(&document::write_placement(self, Form::Identity))))
+        &self.names().placement_id
     }
 
     /// SHA-256 of the canonical document.
     #[must_use]
     pub fn digest(&self) -> Digest {
-        *self.digest.get_or_init(|| Digest::of(&self.to_canonical_bytes()))
+        self.names().digest
+    }
+
+    /// Worked out when first asked for: the document of a large placement is long.
+    fn names(&self) -> &Named {
+        self.named.get_or_init(|| Named::of(&document::write_placement(self, "")))
+    }
+
+    fn named(self, named: Named) -> Self {
+        Self { named: OnceLock::from(named), ..self }
     }
 
     /// Which weights.

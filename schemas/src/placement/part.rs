@@ -248,9 +248,8 @@ impl PlacementPart {
             ));
         }
         fragments.sort_unstable_by(|a, b| a.sort_key().cmp(&b.sort_key()));
-        let mut by_name: Vec<u32> = (0..fragments.len() as u32).collect();
+        let by_name = sort_by_name(&fragments);
         let name = |place: u32| &fragments[place as usize].placement_fragment_id;
-        by_name.sort_unstable_by(|a, b| name(*a).cmp(name(*b)));
         for (place, &at) in by_name.iter().enumerate() {
             let path = |field: &str| format!("fragments[{place}].{field}");
             fragments[at as usize].check(participant.rank, &path)?;
@@ -406,6 +405,20 @@ impl PlacementPart {
         }
         Ok(())
     }
+}
+
+/// The places of fragments in order of their names. Canonical names differ in their first digits, which compare as one
+/// number.
+fn sort_by_name(fragments: &[PlacementFragment]) -> Vec<u32> {
+    let name = |place: u32| fragments[place as usize].placement_fragment_id.as_str();
+    let canonical = fragments.iter().all(|own| own.placement_fragment_id.starts_with("sha256:"));
+    let key = |name: &str| {
+        let digits = &name.as_bytes()[if canonical { 7 } else { 0 }..];
+        (0..8).fold(0, |key: u64, at| key << 8 | u64::from(digits.get(at).copied().unwrap_or(0)))
+    };
+    let mut keyed: Vec<(u64, u32)> = (0..fragments.len() as u32).map(|place| (key(name(place)), place)).collect();
+    keyed.sort_unstable_by(|a, b| a.0.cmp(&b.0).then_with(|| name(a.1).cmp(name(b.1))));
+    keyed.into_iter().map(|(_, place)| place).collect()
 }
 
 /// The tensors of fragments, which are sorted by them, each with one descriptor.

@@ -125,8 +125,8 @@ fn a_document_with_one_wrong_field_is_refused_with_the_path_of_the_field() {
         ("tiny \\u00fc", "tiny \\u00FC", "resource_id", "escape"),
         (
             "\"participant_id\":\"dp0-pp0-ep0-tp0\",\"rank\"",
-            "\"participant_id\":\"x\",\"rank\"",
-            "parts[3].participant_id",
+            "\"participant_id\":\"a\",\"rank\"",
+            "parts[0].participant_id",
             "not in the topology",
         ),
     ];

@@ -260,6 +260,10 @@ pub(super) struct TopologyParts {
 }
 
 impl TopologyParts {
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.participants.iter().map(|participant| participant.participant_id.as_str())
+    }
+
     pub(super) fn read(r: &mut Reader<'_>) -> Result<Self, ManifestError> {
         r.open(&["dp_size", "ep_size", "participants", "pp_size", "topology_id", "tp_size"])?;
         let (dp, ep) = (small(r, "dp_size")?, small(r, "ep_size")?);
@@ -291,7 +295,19 @@ pub(super) enum Form {
 pub(super) fn sha256_id(write: impl FnOnce(&mut Writer)) -> String {
     let mut writer = Writer::with_capacity(512);
     write(&mut writer);
-    format!("sha256:{}", Digest::of(to_ascii(writer.into_text()).as_bytes()))
+    prefixed(Digest::of(to_ascii(writer.into_text()).as_bytes()))
+}
+
+/// `sha256:` and the digest. Every fragment has one, so it is written without the formatter.
+pub(super) fn prefixed(digest: Digest) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut text = String::with_capacity(7 + 64);
+    text.push_str("sha256:");
+    for byte in digest.as_bytes() {
+        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    text
 }
 
 pub(super) fn text(r: &mut Reader<'_>, name: &'static str) -> Result<String, ManifestError> {
