@@ -33,11 +33,8 @@ pub(super) async fn get_size(context: &Context, call: &Call) -> Result<Answer, B
     call.check_tenant(&identity)?;
     let (log_seq, view) = context.read(&request.options, |state| state.view(&identity)).await?;
     let metadata = view.ok_or_else(|| not_found(&identity))?.metadata;
-    let manifest = metadata.manifest.ok_or_else(|| {
-        let message = format!(
-            "{identity} is {} and was never committed: its size is known once it is READY",
-            metadata.availability
-        );
+    let manifest = metadata.manifest.filter(|_| metadata.availability == Availability::Ready).ok_or_else(|| {
+        let message = format!("{identity} is {}: a size is told of a READY revision only", metadata.availability);
         BallastError::new(ErrorCode::NotReady, message)
     })?;
     Answer::new(log_seq, &GetSizeReply { logical_bytes: manifest.logical_bytes })
