@@ -41,8 +41,9 @@ bugs! {
     /// A worker takes a hint off the queue when it is done instead of when its claim is accepted, and nobody repeats hints:
     /// the wake-up that came meanwhile is refused as a double, and then its predecessor is acknowledged.
     HintAckedAfterItsWakeUp => "liveness",
-    /// A gateway stamps a command when it packs it instead of when it received it: after a pause it runs twice.
-    StampedWhenPacked => "once|liveness",
+    /// A gateway that sends an append again stamps its commands anew and never gives up: an envelope that comes after the
+    /// window of the command table happens a second time.
+    LateEnvelopeStampedAnew => "once|liveness",
     /// A node serves what it found in its folders without asking the log, and never drops what the log knows to be deleted.
     OldInstanceReadopted => "nothing left|identity of bytes|liveness",
     /// A node knows of readers that map a segment only by counting in its process: a restart forgets them.

@@ -59,7 +59,7 @@ pub(crate) async fn nemesis(w: W) {
 }
 
 fn strike(w: &W, kind: Strike) {
-    let now = w.now();
+    let (now, strikes) = (w.now(), &w.plan.strikes);
     match kind {
         Strike::Crash => {
             let target = some_target(w);
@@ -69,14 +69,17 @@ fn strike(w: &W, kind: Strike) {
         }
         Strike::Pause => {
             let target = some_target(w);
-            let ns = w.draw(|rng| if rng.chance(7_000) { rng.between(1, 12) } else { rng.between(12, 100) }) * SECOND;
+            let ns = w.draw(|rng| {
+                let long = !rng.chance(7_000);
+                if long { rng.between(12, strikes.pause_s_max) } else { rng.between(1, 12) }
+            }) * SECOND;
             w.fault("pause");
             w.trace(format!("pause of {target:?} for {} ms", ns / MS));
             pause(w, target, ns);
         }
         Strike::Isolate => {
             let target = some_target(w);
-            let until = now + w.draw(|rng| rng.between(1, 30)) * SECOND;
+            let until = now + w.draw(|rng| rng.between(1, strikes.cut_s_max)) * SECOND;
             w.fault("cut off");
             w.trace(format!("{target:?} is cut off until {} ms", until / MS));
             match target {
@@ -217,7 +220,12 @@ pub(crate) fn report_losses(w: &W, node: &Node, tier: Tier) {
         let ids: std::collections::BTreeSet<_> = instances.cloned().collect();
         let of = |id: &ballast_schemas::InstanceId| {
             let id = id.clone();
-            disks.replicas(&id).into_iter().filter(|(at, _)| *at == tier).map(move |(_, unit)| (id.clone(), unit)).collect::<Vec<_>>()
+            disks
+                .replicas(&id)
+                .into_iter()
+                .filter(|(at, _)| *at == tier)
+                .map(move |(_, unit)| (id.clone(), unit))
+                .collect::<Vec<_>>()
         };
         ids.iter().flat_map(of).collect()
     };
@@ -238,7 +246,10 @@ fn damage_cold(w: &W) {
     let Some((node, id, unit)) = w.draw(|rng| rng.pick(&held).cloned()) else { return };
     invariants::replica_ends(w, &node, &id, Tier::Cold, unit, Cause::Loss);
     let kind = w.draw(|rng| rng.below(5));
-    w.fault(["cold copy flipped", "cold copy flipped", "cold copy cut off", "cold copy cut off", "cold copy decayed"][kind as usize]);
+    w.fault(
+        ["cold copy flipped", "cold copy flipped", "cold copy cut off", "cold copy cut off", "cold copy decayed"]
+            [kind as usize],
+    );
     w.trace(format!("{} loses unit {unit} of {} on disk (kind {kind})", node.id, super::world::short(&id)));
     let mut disks = node.disks.borrow_mut();
     let changed = disks.next_write();

@@ -173,8 +173,9 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
     let published = chosen(all.iter().find(|record| became(record, Availability::Ready)));
     match bug {
         Bug::OtherManifestIdentity => on_revision(state, published, |revision| {
-            let manifest = revision.field("metadata").and_then(|it| it.field("manifest"));
-            manifest.map(|it| it.set("key", Value::text("weights/another/manifest")));
+            if let Some(manifest) = revision.field("metadata").and_then(|it| it.field("manifest")) {
+                manifest.set("key", Value::text("weights/another/manifest"));
+            }
         }),
         Bug::ReadyWhileImporting => {
             let found = chosen(all.iter().find(|record| became(record, Availability::Importing)));
@@ -182,11 +183,14 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
         }
         Bug::ManifestChanges => {
             let ready = |record: &&WeightRevisionMetadata| {
-                changed(record) && record.manifest.is_some() && before.revision(&record.identity).is_some_and(|was| was.manifest.is_some())
+                changed(record)
+                    && record.manifest.is_some()
+                    && before.revision(&record.identity).is_some_and(|was| was.manifest.is_some())
             };
             on_revision(state, chosen(all.iter().find(ready)), |revision| {
-                let manifest = revision.field("metadata").and_then(|it| it.field("manifest"));
-                manifest.map(|it| it.bump("payload_count", 1));
+                if let Some(manifest) = revision.field("metadata").and_then(|it| it.field("manifest")) {
+                    manifest.bump("payload_count", 1);
+                }
             });
         }
         Bug::GenerationStands => {
@@ -230,9 +234,10 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
             on_revision(state, published, |revision| set_metadata(revision, "residency", Value::text("ABSENT")));
         }
         Bug::ProgressGoesBack => {
-            let advanced = state.operations(&TenantId::default_tenant(), false, 100).into_iter().any(|is| {
-                before.operation(&is.operation_id).is_some_and(|was| was.cursor > 0)
-            });
+            let advanced = state
+                .operations(&TenantId::default_tenant(), false, 100)
+                .into_iter()
+                .any(|is| before.operation(&is.operation_id).is_some_and(|was| was.cursor > 0));
             if advanced {
                 rewrite(state, |record| {
                     let operations = record.field("operations");

@@ -25,7 +25,7 @@ const REPEAT_EVERY: u64 = 2 * SECOND;
 const SETTLE: u64 = 5 * MS;
 /// How long a replica that is behind what a node has seen gets to catch up.
 const CATCH_UP: u64 = 3 * SECOND;
-pub(crate) const NODE_CALL: Patience = Patience { silence_ns: 5 * SECOND, lively: true, may_double: true };
+const NODE_CALL: Patience = Patience { lively: true, may_double: true, ..Patience::new(5 * SECOND) };
 
 pub(crate) struct Gateway {
     pub replica: Rc<Replica>,
@@ -119,7 +119,8 @@ impl Gateway {
     ) -> Result<WeightRevisionMetadata, BallastError> {
         let look = |state: &State| (state.revision(identity).cloned(), state.import(identity).cloned());
         let (record, session) = self.replica.read(look);
-        let record = record.ok_or_else(|| BallastError::new(ErrorCode::NotFound, format!("{identity} does not exist")))?;
+        let record =
+            record.ok_or_else(|| BallastError::new(ErrorCode::NotFound, format!("{identity} does not exist")))?;
         if let Some(manifest) = &record.manifest {
             return match manifest.sha256 == sha256 && record.availability == Availability::Ready {
                 true => Ok(record),
@@ -200,7 +201,7 @@ impl Gateway {
             let ready = |identity: &RevisionIdentity| {
                 state.revision(identity).is_some_and(|record| record.availability == Availability::Ready)
             };
-            generations.filter(ready).last()
+            generations.rev().find(ready)
         });
         if let Some(identity) = &found {
             super::invariants::no_active_head(self.w(), &self.replica, identity);
@@ -217,9 +218,11 @@ impl Gateway {
         if !self.w().bug(Bug::UnknownIsDropped) {
             self.w().rt.timeout(CATCH_UP, caught_up).await?;
         }
-        Some(self.replica.read(|state| {
-            (state.log_seq(), held.iter().map(|instance| state.instance_standing(instance)).collect())
-        }))
+        Some(
+            self.replica.read(|state| {
+                (state.log_seq(), held.iter().map(|instance| state.instance_standing(instance)).collect())
+            }),
+        )
     }
 
     async fn publish_hints(self: Rc<Self>) {
@@ -256,7 +259,11 @@ pub(crate) async fn call_node(
 ) -> Result<NodeReply, BallastError> {
     let w = &replica.w;
     let Some(found) = w.node_named(node) else { return Err(unavailable(format!("{node} does not exist"))) };
-    let answer = ask(w, &replica.link, &found.slot, NODE_CALL, move |store| store.control(request.clone())).await;
+    let releases = matches!(request, NodeRequest::ReleaseMemory(_));
+    let late = releases && w.strikes(w.plan.network.release_late, "release request late");
+    let late_ns = late.then(|| w.draw(|rng| rng.between(5, 50)) * SECOND);
+    let patience = Patience { late_ns, ..NODE_CALL };
+    let answer = ask(w, &replica.link, &found.slot, patience, move |store| store.control(request.clone())).await;
     match answer {
         Some(NodeReply::Failed(error)) => {
             Err(BallastError { message: format!("node {node}: {}", error.message), ..error })

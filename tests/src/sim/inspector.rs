@@ -46,7 +46,11 @@ async fn look_at(gateway: &Gateway, record: &WeightRevisionMetadata, asked_under
         let request = NodeRequest::Inventory { instance: instance.clone() };
         match call_node(replica, node, request).await {
             Ok(NodeReply::Inventory(held)) => {
-                evidence.push(NodeEvidence { node: node.clone(), incarnation: held.incarnation.clone(), fence: held.fence });
+                evidence.push(NodeEvidence {
+                    node: node.clone(),
+                    incarnation: held.incarnation.clone(),
+                    fence: held.fence,
+                });
                 inventory.nodes.insert(node.clone(), *held);
             }
             Ok(NodeReply::Absent) => {
@@ -65,7 +69,8 @@ async fn look_at(gateway: &Gateway, record: &WeightRevisionMetadata, asked_under
         (Availability::Degraded, true) => {
             let residency = inventory.residency(units);
             let hot = inventory.hot(units).count();
-            let observed_hot_ppm = hot.checked_mul(1_000_000).and_then(|ppm| ppm.checked_div(units)).unwrap_or_default();
+            let observed_hot_ppm =
+                hot.checked_mul(1_000_000).and_then(|ppm| ppm.checked_div(units)).unwrap_or_default();
             Command::RevisionRecovered(RevisionRecovered { identity, instance, evidence, residency, observed_hot_ppm })
         }
         _ => return,

@@ -33,8 +33,8 @@ use ballast_workflows::State;
 
 pub use bugs::Bug;
 use plan::Plan;
-use world::World;
 pub use world::Violation;
+use world::World;
 
 /// How to run a seed.
 #[derive(Clone, Copy, Debug, Default)]

@@ -43,6 +43,8 @@ pub(crate) struct Network {
     pub ack_lost: u32,
     /// An append that is stored long after it was given up.
     pub append_late: u32,
+    /// A request to release memory that its worker sends only after a long sleep.
+    pub release_late: u32,
     pub disk_error: u32,
     pub bad_write: u32,
 }
@@ -51,6 +53,10 @@ pub(crate) struct Network {
 #[derive(Clone, Debug)]
 pub(crate) struct Strikes {
     pub every_ns: u64,
+    /// Longest pause of a process.
+    pub pause_s_max: u64,
+    /// Longest time for which a connection is cut.
+    pub cut_s_max: u64,
     pub crash: u32,
     pub pause: u32,
     pub isolate: u32,
@@ -95,12 +101,15 @@ impl Plan {
             slow: rate(),
             ack_lost: rate(),
             append_late: rate() / 2,
+            release_late: rate() * 3,
             disk_error: rate() / 4,
             bad_write: rate() / 4,
         };
         let mut on = |weight: u32| if rng.chance(6_000) { weight } else { 0 };
         let strikes = Strikes {
             every_ns: 0,
+            pause_s_max: 100,
+            cut_s_max: 30,
             crash: 30,
             pause: on(15),
             isolate: on(10),
@@ -161,17 +170,27 @@ impl Plan {
                 plan.no_cold = 0;
                 plan.lineages = 2;
                 plan.clients = 5;
-                plan.network.duplicate = 3_000;
-                plan.network.late = 6_000;
-                plan.actions = Actions { migrate: 60, control: 60, get: 60, remove: 1, put_first: 1, delete_first: 0, ..plan.actions.clone() };
+                plan.network.release_late = 5_000;
+                plan.actions = Actions {
+                    migrate: 60,
+                    control: 80,
+                    get: 80,
+                    put_first: 1,
+                    delete_first: 0,
+                    ..plan.actions.clone()
+                };
                 plan.actions.every_ns = 2 * SECOND;
+                if bug == Bug::FencesForgotten {
+                    plan.strikes = Strikes { crash: 90, every_ns: 2 * SECOND, ..plan.strikes.clone() };
+                }
             }
             Bug::TargetLostWhileBaseDrains => {
                 plan.no_cold = 9_000;
                 plan.two_holders = 0;
                 plan.nodes = 3;
                 plan.clients = 5;
-                plan.actions = Actions { put: 30, put_first: 60, get: 80, remove: 0, delete_first: 0, ..plan.actions.clone() };
+                plan.actions =
+                    Actions { put: 30, put_first: 60, get: 80, remove: 0, delete_first: 0, ..plan.actions.clone() };
                 plan.strikes = Strikes { memory_loss: 60, every_ns: 4 * SECOND, ..plan.strikes.clone() };
             }
             Bug::HintAckedAfterItsWakeUp => {
@@ -179,14 +198,22 @@ impl Plan {
                 plan.strikes.hints_lost = 0;
                 plan.actions = Actions { control: 60, migrate: 40, ..plan.actions.clone() };
             }
-            Bug::StampedWhenPacked => {
+            Bug::LateEnvelopeStampedAnew => {
                 plan.gateways = 3;
                 plan.clients = 5;
-                plan.actions = Actions { control: 100, migrate: 40, get: 40, ..plan.actions.clone() };
+                plan.chaos_ns = 400 * SECOND;
+                plan.entries_max = 2_000;
+                plan.actions = Actions { control: 100, migrate: 40, policy: 40, ..plan.actions.clone() };
                 plan.actions.every_ns = 2 * SECOND;
-                plan.network.duplicate = 2_000;
-                plan.network.late = 8_000;
-                plan.strikes = Strikes { pause: 60, isolate: 40, every_ns: 3 * SECOND, ..plan.strikes.clone() };
+                plan.network.lose = 1_000;
+                plan.network.ack_lost = 3_000;
+                plan.strikes = Strikes {
+                    isolate: 90,
+                    leader_change: 40,
+                    cut_s_max: 260,
+                    every_ns: 3 * SECOND,
+                    ..plan.strikes.clone()
+                };
             }
             Bug::OldInstanceReadopted | Bug::LooksUpByGroup => {
                 plan.nodes = 1;
@@ -200,10 +227,15 @@ impl Plan {
             }
             Bug::WorkerKilledUnderMapping | Bug::GuardAfterDescribe => {
                 plan.no_cold = 0;
+                plan.nodes = 1;
                 plan.clients = 5;
-                plan.actions = Actions { migrate: 80, get: 100, ..plan.actions.clone() };
-                plan.actions.every_ns = 2 * SECOND;
-                plan.strikes = Strikes { crash: 80, every_ns: 2 * SECOND, ..plan.strikes.clone() };
+                plan.network.slow = 1_500;
+                plan.network.release_late = 5_000;
+                plan.actions = Actions { migrate: 60, get: 120, ..plan.actions.clone() };
+                plan.actions.every_ns = SECOND;
+                if bug == Bug::WorkerKilledUnderMapping {
+                    plan.strikes = Strikes { crash: 80, every_ns: 2 * SECOND, ..plan.strikes.clone() };
+                }
             }
             Bug::ReleaseWithoutWitness => {
                 plan.no_cold = 0;
@@ -221,7 +253,8 @@ impl Plan {
             }
             Bug::TrustsRecordedProgress => {
                 plan.no_cold = 0;
-                plan.actions = Actions { migrate: 80, ..plan.actions.clone() };
+                plan.units_max = 12;
+                plan.actions = Actions { migrate: 80, get: 60, ..plan.actions.clone() };
                 plan.strikes = Strikes { crash: 60, every_ns: 2 * SECOND, ..plan.strikes.clone() };
             }
             Bug::WatermarkAsHead => plan.actions = Actions { discover: 60, remove: 20, ..plan.actions.clone() },

@@ -30,10 +30,7 @@ const SNAPSHOT_EVERY: u64 = 120;
 type Answer = (LogPosition, Outcome);
 
 struct Pending {
-    id: CommandId,
-    command: Command,
-    /// `None`: to be stamped when it is packed (a planted bug).
-    record: Option<CommandRecord>,
+    record: CommandRecord,
     answer: Giver<Answer>,
 }
 
@@ -144,20 +141,16 @@ impl Replica {
     /// Appends a command and waits for what the fold says. `None`: unknown.
     pub async fn submit_as(&self, id: CommandId, command: Command) -> Option<Answer> {
         let w = &self.w;
-        let record = (!w.bug(Bug::StampedWhenPacked)).then(|| self.stamp(&id, &command));
+        let not_after = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
+        let record = CommandRecord { id, not_after, command };
         let (giver, taker) = oneshot();
-        self.queue.borrow_mut().push_back(Pending { id, command, record, answer: giver });
+        self.queue.borrow_mut().push_back(Pending { record, answer: giver });
         self.queued.notify();
         w.rt.timeout(SUBMIT_PATIENCE, taker).await.flatten()
     }
 
     pub async fn submit(&self, command: Command) -> Option<Answer> {
         self.submit_as(self.w.command_id(), command).await
-    }
-
-    fn stamp(&self, id: &CommandId, command: &Command) -> CommandRecord {
-        let not_after = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
-        CommandRecord { id: id.clone(), not_after, command: command.clone() }
     }
 
     async fn append(self: Rc<Self>) {
@@ -169,7 +162,7 @@ impl Replica {
             let mut commands = Vec::new();
             let mut answers = Vec::new();
             for pending in packed {
-                commands.push(pending.record.unwrap_or_else(|| self.stamp(&pending.id, &pending.command)));
+                commands.push(pending.record);
                 answers.push(pending.answer);
             }
             let envelope = Envelope { id: self.w.name("env-"), commands };
@@ -184,9 +177,10 @@ impl Replica {
         }
     }
 
-    async fn append_until_known(self: Rc<Self>, envelope: Rc<Envelope>, bytes: Rc<[u8]>) {
+    async fn append_until_known(self: Rc<Self>, mut envelope: Rc<Envelope>, mut bytes: Rc<[u8]>) {
         let w = &self.w;
-        let give_up_at = w.now() + APPEND_PATIENCE;
+        let stamps_anew = w.bug(Bug::LateEnvelopeStampedAnew);
+        let give_up_at = if stamps_anew { u64::MAX } else { w.now() + APPEND_PATIENCE };
         loop {
             let stored = if self.link.is_cut(w.now()) {
                 w.rt.sleep(SECOND).await;
@@ -204,9 +198,22 @@ impl Replica {
                 break;
             }
             w.rt.sleep(APPEND_RETRY).await;
+            if stamps_anew {
+                (envelope, bytes) = self.stamped_anew(&envelope);
+            }
         }
         self.in_flight.set(self.in_flight.get() - 1);
         self.queued.notify();
+    }
+
+    /// The planted bug: the same commands, good for another window, in an envelope that the log does not know.
+    fn stamped_anew(&self, envelope: &Envelope) -> (Rc<Envelope>, Rc<[u8]>) {
+        let not_after = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
+        let again = |record: &CommandRecord| CommandRecord { not_after, ..record.clone() };
+        let commands = envelope.commands.iter().map(again).collect();
+        let envelope = Envelope { id: self.w.name("env-"), commands };
+        let bytes = envelope.encode().unwrap_or_default();
+        (Rc::new(envelope), Rc::from(bytes))
     }
 
     /// While a deadline is pending and the log is silent, time goes on by a `Tick`.

@@ -86,7 +86,9 @@ fn replicas_agree(w: &W) -> bool {
     let gateways = w.gateways.iter().filter_map(|slot| slot.get()).map(|it| Rc::clone(&it.replica));
     let workers = w.workers.iter().filter_map(|slot| slot.get()).map(|it| Rc::clone(&it.replica));
     let mut replicas = gateways.chain(workers);
-    replicas.all(|replica| replica.read(State::log_seq) == head && replica.read(State::digest) == w.log.truth(State::digest))
+    replicas.all(|replica| {
+        replica.read(State::log_seq) == head && replica.read(State::digest) == w.log.truth(State::digest)
+    })
 }
 
 fn what_is_left(state: &State) -> Vec<String> {
@@ -95,7 +97,8 @@ fn what_is_left(state: &State) -> Vec<String> {
         .iter()
         .map(|it| {
             let reason = it.park_reason.map(|reason| format!(" ({reason})")).unwrap_or_default();
-            let error = it.last_error.as_ref().map(|error| format!(", last error {}", error.message)).unwrap_or_default();
+            let error =
+                it.last_error.as_ref().map(|error| format!(", last error {}", error.message)).unwrap_or_default();
             format!("{} {} on {} is {}{reason}{error}", it.operation_id, it.kind, it.identity, it.status)
         })
         .collect();
@@ -132,7 +135,8 @@ fn operate(state: &State, memory_too: bool) -> Vec<Command> {
         let target = state.revision(&claim.target).map(|target| target.availability);
         let nobody_imports = !matches!(target, Some(Availability::Importing | Availability::Ready));
         if waits && nobody_imports {
-            commands.push(Command::AbortReplacement(AbortReplacement { lineage, request_id: claim.request_id.clone() }));
+            commands
+                .push(Command::AbortReplacement(AbortReplacement { lineage, request_id: claim.request_id.clone() }));
         }
     }
     commands
@@ -205,7 +209,8 @@ fn remove_everything(w: &W) {
         }
         let world = Rc::clone(w);
         let gateway: Option<Rc<Gateway>> = w.gateways.iter().find_map(|slot| slot.get());
-        let removed: Vec<WeightRevisionMetadata> = left.into_iter().filter(|record| published(record.availability)).collect();
+        let removed: Vec<WeightRevisionMetadata> =
+            left.into_iter().filter(|record| published(record.availability)).collect();
         w.rt.spawn(w.network, async move {
             let Some(gateway) = gateway else { return };
             for record in removed {

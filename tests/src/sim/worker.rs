@@ -104,8 +104,11 @@ impl Worker {
             return w.hints.retry_at(&hint, w.now() + RETRY_HINT_AFTER);
         }
         let late = w.bug(Bug::HintAckedAfterItsWakeUp);
-        let command =
-            Command::ClaimOperation(ClaimOperation { operation_id: id.clone(), worker: self.worker.clone(), ttl_ms: CLAIM_TTL_MS });
+        let command = Command::ClaimOperation(ClaimOperation {
+            operation_id: id.clone(),
+            worker: self.worker.clone(),
+            ttl_ms: CLAIM_TTL_MS,
+        });
         match self.replica.submit(command).await {
             Some((_, Ok(Reply::Operation(operation)))) if operation.status == OperationStatus::Claimed => {
                 if !late {
@@ -132,13 +135,8 @@ impl Worker {
 
     /// Works until there is nothing left to do or the claim is lost; what it began on a node goes on there.
     async fn drive(&self, operation_id: &OperationId, epoch: u64) {
-        let drive = Drive {
-            operation_id: operation_id.clone(),
-            epoch,
-            seen: None,
-            seen_at: Cell::new(None),
-            last: None,
-        };
+        let drive =
+            Drive { operation_id: operation_id.clone(), epoch, seen: None, seen_at: Cell::new(None), last: None };
         match either(self.keep(operation_id, epoch), self.run(drive)).await {
             Either::First(()) => self.w().fault("claim lost"),
             Either::Second(()) => {}
@@ -325,8 +323,10 @@ impl Worker {
                 let Some(seen) = &drive.seen else { return step };
                 let Some(operation) = state.operation(&drive.operation_id) else { return step };
                 let release = seen.inventory.nodes.iter().find_map(|(node, held)| {
-                    let units: Vec<_> = held.hot.runs().into_iter().filter(|run| run.iter().all(|it| held.cold.get(it))).collect();
-                    let effect = ballast_schemas::UnitEffect { instance: seen.instance.clone(), fence: operation.fence, units };
+                    let units: Vec<_> =
+                        held.hot.runs().into_iter().filter(|run| run.iter().all(|it| held.cold.get(it))).collect();
+                    let effect =
+                        ballast_schemas::UnitEffect { instance: seen.instance.clone(), fence: operation.fence, units };
                     (!effect.units.is_empty())
                         .then(|| Step::Effect { node: node.clone(), request: NodeRequest::ReleaseMemory(effect) })
                 });
@@ -335,7 +335,8 @@ impl Worker {
             Step::Append(Command::OperationFinished(finished)) if w.bug(Bug::UnitsInMetadata) => {
                 let mut finished = finished.clone();
                 let units = drive.seen.as_ref().and_then(|seen| seen.index.as_ref()).map_or(0, |index| index.len());
-                let names: Vec<String> = (0..units).map(|unit| format!("model.layers.{unit}.self_attn.q_proj.weight")).collect();
+                let names: Vec<String> =
+                    (0..units).map(|unit| format!("model.layers.{unit}.self_attn.q_proj.weight")).collect();
                 finished.note = Some(names.join(","));
                 Step::Append(Command::OperationFinished(finished))
             }

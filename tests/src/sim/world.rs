@@ -71,12 +71,7 @@ impl Link {
 
 impl<S> Slot<S> {
     pub fn new(name: String) -> Rc<Self> {
-        Rc::new(Self {
-            name,
-            current: RefCell::new(None),
-            process: Cell::new(None),
-            link: Link::default(),
-        })
+        Rc::new(Self { name, current: RefCell::new(None), process: Cell::new(None), link: Link::default() })
     }
 
     pub fn get(&self) -> Option<Rc<S>> {

@@ -22,7 +22,8 @@ impl Client {
             let target = rng.pick(&targets).copied().unwrap_or(Residency::Cold);
             (target, rng.weighted(&triggers).unwrap_or(MigrationTrigger::Explicit))
         });
-        let ratio = w.draw(|rng| (target == Residency::Mixed && rng.chance(7_000)).then(|| rng.between(1, 999_999) as u32));
+        let ratio =
+            w.draw(|rng| (target == Residency::Mixed && rng.chance(7_000)).then(|| rng.between(1, 999_999) as u32));
         self.nap().await;
         self.submit(Command::StartMigration(StartMigration {
             identity: record.identity,
@@ -40,9 +41,13 @@ impl Client {
         let policy = self.some_policy();
         self.nap().await;
         let expected_metadata_generation = record.metadata_generation;
-        self.submit(Command::UpdatePolicy(UpdatePolicy { identity: record.identity, policy, expected_metadata_generation }))
-            .await
-            .map(drop)
+        self.submit(Command::UpdatePolicy(UpdatePolicy {
+            identity: record.identity,
+            policy,
+            expected_metadata_generation,
+        }))
+        .await
+        .map(drop)
     }
 
     pub(super) async fn remove(&self) -> Result<(), BallastError> {
@@ -57,6 +62,11 @@ impl Client {
     pub(super) async fn control(&self) -> Result<(), BallastError> {
         let w = &self.w;
         let active = self.look(|state| state.operations(&TenantId::default_tenant(), false, 50)).await?;
+        // With a release outstanding is the worst moment.
+        let releasing = active.iter().find(|operation| operation.release_outstanding).map(|it| it.operation_id.clone());
+        if let Some(id) = releasing.filter(|_| w.draw(|rng| rng.chance(5_000))) {
+            return self.submit(Command::CancelOperation(id)).await.map(drop);
+        }
         let ids: Vec<OperationId> = active.into_iter().map(|operation| operation.operation_id).collect();
         let Some(id) = w.draw(|rng| rng.pick(&ids).cloned()) else { return Ok(()) };
         self.nap().await;
@@ -79,7 +89,9 @@ impl Client {
         let asked = lineage.clone();
         let Some(claim) = self.look(move |state| state.claim(&asked).cloned()).await? else { return Ok(()) };
         self.nap().await;
-        self.submit(Command::AbortReplacement(AbortReplacement { lineage, request_id: claim.request_id })).await.map(drop)
+        self.submit(Command::AbortReplacement(AbortReplacement { lineage, request_id: claim.request_id }))
+            .await
+            .map(drop)
     }
 
     pub(super) async fn purge(&self) -> Result<(), BallastError> {

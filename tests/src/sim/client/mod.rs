@@ -22,12 +22,13 @@ use super::world::{Slot, W};
 
 pub(crate) use read::read_all;
 
-/// How long a client waits for one gateway before it asks another.
-const GATEWAY: Patience = Patience { silence_ns: 8 * SECOND, lively: false, may_double: true };
-/// How long it repeats one request, under one id: less than the fold remembers it.
-const REQUEST_DEADLINE: u64 = 50 * SECOND;
+/// How long a client waits for one gateway before it asks another. Together with [`REQUEST_DEADLINE`] a repeat is received
+/// within the window in which the fold remembers the first one; beyond that, a request id promises nothing.
+const GATEWAY: Patience = Patience { may_double: true, good_for_ns: 25 * SECOND, ..Patience::new(8 * SECOND) };
+/// How long it repeats one request, under one id.
+const REQUEST_DEADLINE: u64 = 30 * SECOND;
 /// The data plane is a connection of one's own.
-pub(crate) const DATA_PLANE: Patience = Patience { silence_ns: 5 * SECOND, lively: true, may_double: false };
+pub(crate) const DATA_PLANE: Patience = Patience { lively: true, ..Patience::new(5 * SECOND) };
 /// Things that one client does at a time.
 const AT_ONCE: u32 = 3;
 
@@ -190,7 +191,10 @@ impl Client {
     }
 
     /// Some revision of this availability.
-    async fn some(&self, wanted: impl Fn(&WeightRevisionMetadata) -> bool) -> Result<WeightRevisionMetadata, BallastError> {
+    async fn some(
+        &self,
+        wanted: impl Fn(&WeightRevisionMetadata) -> bool,
+    ) -> Result<WeightRevisionMetadata, BallastError> {
         let fit: Vec<WeightRevisionMetadata> = self.revisions().await?.into_iter().filter(wanted).collect();
         let picked = self.w.draw(|rng| rng.pick(&fit).cloned());
         picked.ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))

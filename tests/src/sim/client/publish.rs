@@ -40,7 +40,8 @@ impl Client {
         policy: Option<WeightStoragePolicy>,
     ) -> Result<(), BallastError> {
         let w = &self.w;
-        let session_id = SessionId::new(w.name(&format!("{}-s", self.slot.name))).map_err(|error| unavailable(error.to_string()))?;
+        let session_id =
+            SessionId::new(w.name(&format!("{}-s", self.slot.name))).map_err(|error| unavailable(error.to_string()))?;
         let content = Rc::new(w.draw(|rng| {
             let units = rng.between(1, w.plan.units_max);
             Content::new(identity, &session_id, units, rng)

@@ -32,7 +32,8 @@ impl Client {
         let record = self.some_ready().await?;
         let w = &self.w;
         let ttl_ms = w.draw(|rng| rng.between(2_000, 25_000));
-        let hold_ns = w.draw(|rng| if rng.chance(3_000) { rng.between(10, 60) * SECOND } else { rng.between(0, 4) * SECOND });
+        let hold_ns =
+            w.draw(|rng| if rng.chance(3_000) { rng.between(10, 60) * SECOND } else { rng.between(0, 4) * SECOND });
         self.read_under_lease(&record, ttl_ms, hold_ns).await.map(drop)
     }
 
@@ -44,9 +45,15 @@ impl Client {
         hold_ns: u64,
     ) -> Result<(), BallastError> {
         let w = &self.w;
-        let lease_id = LeaseId::new(w.name(&format!("{}-l", self.slot.name))).map_err(|error| unavailable(error.to_string()))?;
+        let lease_id =
+            LeaseId::new(w.name(&format!("{}-l", self.slot.name))).map_err(|error| unavailable(error.to_string()))?;
         let identity = record.identity.clone();
-        let command = AcquireLease { identity: identity.clone(), lease_id: lease_id.clone(), holder: self.slot.name.clone(), ttl_ms };
+        let command = AcquireLease {
+            identity: identity.clone(),
+            lease_id: lease_id.clone(),
+            holder: self.slot.name.clone(),
+            ttl_ms,
+        };
         let acquire = move |gateway: Rc<Gateway>| {
             let command = command.clone();
             async move { gateway.acquire_lease(command).await }

@@ -2,7 +2,7 @@
 //! aborted.
 
 use ballast_schemas::{
-    Availability, BallastError, BeginReplacement, ClaimPhase, Command, ErrorCode, Reply, ReplacementClaim, UpsertMode,
+    Availability, BallastError, BeginReplacement, ClaimPhase, Command, ErrorCode, ReplacementClaim, Reply, UpsertMode,
 };
 
 use super::publish::at_generation;
@@ -13,7 +13,8 @@ use crate::sim::runtime::SECOND;
 impl Client {
     pub(super) async fn replace(&self, mode: UpsertMode) -> Result<(), BallastError> {
         let w = &self.w;
-        let base = self.some(|record| matches!(record.availability, Availability::Ready | Availability::Degraded)).await?;
+        let base =
+            self.some(|record| matches!(record.availability, Availability::Ready | Availability::Degraded)).await?;
         let next = next_generation(&self.revisions().await?, &base.identity);
         let target = at_generation(&base.identity, next);
         let request = BeginReplacement {

@@ -20,7 +20,8 @@ pub(super) fn check(w: &W, watch: &Watch, folded: &Folded<'_>) {
                 let units = record.manifest.as_ref().map_or(0, |manifest| manifest.affinity_count);
                 let found = recorded(w, &operation.instance, units).residency(units);
                 if found != finished.residency {
-                    let message = format!("{} ended as {}, the nodes hold {found}", operation.operation_id, finished.residency);
+                    let message =
+                        format!("{} ended as {}, the nodes hold {found}", operation.operation_id, finished.residency);
                     w.violate(NAME, message);
                 }
             }

@@ -22,7 +22,8 @@ pub(super) fn check(w: &W, watch: &Watch, folded: &Folded<'_>) {
         for node in record.placement.iter().filter_map(|node| w.node_named(node)) {
             let disks = node.disks.borrow();
             let has = |unit: &u32| {
-                disks.has_good(&record.instance, Tier::Memory, *unit) || disks.has_good(&record.instance, Tier::Cold, *unit)
+                disks.has_good(&record.instance, Tier::Memory, *unit)
+                    || disks.has_good(&record.instance, Tier::Cold, *unit)
             };
             let sealed = disks.memory.get(&record.instance).and_then(|folder| folder.content.as_ref());
             let same = sealed.is_some_and(|content| content.manifest.sha256 == commit.manifest.sha256);

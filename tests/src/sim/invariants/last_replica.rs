@@ -15,7 +15,9 @@ pub(super) fn check(w: &W, watch: &Watch, folded: &Folded<'_>) {
         let (Availability::Ready, Some(manifest)) = (record.availability, &record.manifest) else { continue };
         let instance = &record.instance;
         let held = really_held(w, instance, manifest.affinity_count);
-        let Err(violation) = check_group(folded.after, &record.identity, &held, manifest.affinity_count) else { continue };
+        let Err(violation) = check_group(folded.after, &record.identity, &held, manifest.affinity_count) else {
+            continue;
+        };
         let excused = |unit: u32| watch.lost.contains(&(instance.clone(), unit)) || has_good(w, instance, unit);
         let units_gone = (0..manifest.affinity_count).all(excused);
         let any_gone = (0..manifest.affinity_count).any(|unit| watch.lost.contains(&(instance.clone(), unit)));
@@ -54,7 +56,8 @@ pub(super) fn replica_ends(
         watch.struck.insert(instance.clone(), w.now());
         return;
     }
-    let message = format!("the last replica of unit {unit} of {} is released on {} ({cause:?})", short(instance), node.id);
+    let message =
+        format!("the last replica of unit {unit} of {} is released on {} ({cause:?})", short(instance), node.id);
     w.violate(NAME, message);
 }
 

@@ -3,9 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use ballast_schemas::{
-    AuthorizeRelease, Command, Digest, InstanceId, Residency, RevisionIdentity, WeightOperation,
-};
+use ballast_schemas::{AuthorizeRelease, Command, Digest, InstanceId, Residency, RevisionIdentity, WeightOperation};
 use ballast_workflows::plan_hot_units;
 
 use super::{Folded, Watch};
@@ -92,11 +90,8 @@ fn units_of(w: &W, folded: &Folded<'_>, operation: &WeightOperation, release: &A
     let promote = of(true).count();
     let from = usize::try_from(release.cursor).unwrap_or(usize::MAX);
     let count = release.unit_count as usize;
-    let range = if from < order.len() {
-        from.max(promote)..order.len().min(from + count)
-    } else {
-        promote..order.len()
-    };
+    let range =
+        if from < order.len() { from.max(promote)..order.len().min(from + count) } else { promote..order.len() };
     order.get(range).unwrap_or_default().iter().copied().collect()
 }
 
@@ -110,7 +105,8 @@ pub(super) fn replica_ends(
     cause: Cause,
 ) {
     let replica = (node.at, tier, unit);
-    let holder = watch.leases.iter().find(|(_, lease)| lease.instance == *instance && lease.replicas.contains(&replica));
+    let holder =
+        watch.leases.iter().find(|(_, lease)| lease.instance == *instance && lease.replicas.contains(&replica));
     if let Some((lease, _)) = holder {
         let message = format!(
             "the {tier:?} replica of unit {unit} of {} on {} ends ({cause:?}) under lease {lease}",

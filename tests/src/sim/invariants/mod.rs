@@ -169,9 +169,9 @@ fn recorded(w: &W, instance: &InstanceId, units: u32) -> GroupInventory {
     held(w, instance, units, |disks, tier, unit| disks.has_recorded(instance, tier, unit))
 }
 
-/// Whether the environment took some unit of an instance for good.
+/// Whether the environment took some unit of an instance for good. (Bytes on their way out of memory may have come back.)
 pub(crate) fn is_lost(w: &W, instance: &InstanceId) -> bool {
-    w.watch.borrow().lost.iter().any(|(of, _)| of == instance)
+    w.watch.borrow().lost.iter().any(|(of, unit)| of == instance && !has_good(w, of, *unit))
 }
 
 /// Every revision of the one tenant there is, tombstones too.

@@ -26,7 +26,12 @@ pub(super) fn check(w: &W, watch: &mut Watch, folded: &Folded<'_>) {
                     let cold = disks.cold.get(&record.instance).map(|folder| folder.allocated_at);
                     // A straggling importer may have begun again on a node that had forgotten the deletion.
                     if memory.into_iter().chain(cold).min().is_some_and(|at| at < since) {
-                        let message = format!("{} is DELETED, {} still holds {}", record.identity, node.id, short(&record.instance));
+                        let message = format!(
+                            "{} is DELETED, {} still holds {}",
+                            record.identity,
+                            node.id,
+                            short(&record.instance)
+                        );
                         w.violate(NAME, message);
                     }
                 }
@@ -50,7 +55,10 @@ pub(super) fn replica_ends(w: &W, node: &Node, instance: &InstanceId, cause: Cau
     };
     if !wanted {
         let invariant = if cause == Cause::Unknown { super::identity_of_bytes::NAME } else { NAME };
-        w.violate(invariant, format!("{} deletes {} ({cause:?}), which the log did not ask for", node.id, short(instance)));
+        w.violate(
+            invariant,
+            format!("{} deletes {} ({cause:?}), which the log did not ask for", node.id, short(instance)),
+        );
     }
 }
 

@@ -29,7 +29,7 @@ pub(super) fn check(w: &W, watch: &mut Watch, folded: &Folded<'_>) {
 }
 
 fn is_too_late(outcome: &Outcome) -> bool {
-    outcome.as_ref().is_err_and(|rejection| {
-        rejection.code == ErrorCode::Unavailable && rejection.message.starts_with("too late")
-    })
+    outcome
+        .as_ref()
+        .is_err_and(|rejection| rejection.code == ErrorCode::Unavailable && rejection.message.starts_with("too late"))
 }

@@ -14,7 +14,9 @@ pub(super) fn check(w: &W, watch: &Watch, folded: &Folded<'_>) {
         let Command::ReplacementAdvanced(advanced) = command else { continue };
         let Some(operation) = folded.after.operation(&advanced.operation_id) else { continue };
         let lineage = operation.identity.lineage();
-        let Some(claim) = folded.after.claim(&lineage).filter(|claim| claim.mode == UpsertMode::PutFirst) else { continue };
+        let Some(claim) = folded.after.claim(&lineage).filter(|claim| claim.mode == UpsertMode::PutFirst) else {
+            continue;
+        };
         let was = folded.before.claim(&lineage).map(|claim| claim.phase);
         if claim.phase != ClaimPhase::DeletingBase || was == Some(ClaimPhase::DeletingBase) {
             continue;

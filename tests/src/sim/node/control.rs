@@ -13,8 +13,14 @@ impl Store {
         let said = match &reply {
             NodeReply::Failed(error) => format!("{}: {}", error.code, error.message),
             NodeReply::Inventory(held) => {
-                let units = |bitmap: &ballast_schemas::Bitmap| bitmap.iter().map(|unit| unit.to_string()).collect::<Vec<_>>();
-                format!("fence {} hot [{}] cold [{}]", held.fence, units(&held.hot).join(" "), units(&held.cold).join(" "))
+                let units =
+                    |bitmap: &ballast_schemas::Bitmap| bitmap.iter().map(|unit| unit.to_string()).collect::<Vec<_>>();
+                format!(
+                    "fence {} hot [{}] cold [{}]",
+                    held.fence,
+                    units(&held.hot).join(" "),
+                    units(&held.cold).join(" ")
+                )
             }
             _ => "done".to_owned(),
         };
@@ -74,6 +80,7 @@ fn name_of(request: &NodeRequest) -> String {
         NodeRequest::Verify(it) => ("Verify", &it.instance, Some(&it.fence), Some(&it.units)),
     };
     let fence = fence.map(|fence| format!(" under {fence}")).unwrap_or_default();
-    let units: Vec<String> = units.iter().flat_map(|it| it.iter()).map(|it| format!("{}..{}", it.start, it.end)).collect();
+    let units: Vec<String> =
+        units.iter().flat_map(|it| it.iter()).map(|it| format!("{}..{}", it.start, it.end)).collect();
     format!("{name} {}{fence} {}", short(instance), units.join(" "))
 }

@@ -141,9 +141,7 @@ impl Disks {
     /// Whether the node's records say that a unit is here, whatever its bytes are by now.
     pub fn has_recorded(&self, instance: &InstanceId, tier: Tier, unit: u32) -> bool {
         match tier {
-            Tier::Memory => {
-                self.memory.get(instance).is_some_and(|folder| !folder.deleting && folder.held.get(unit))
-            }
+            Tier::Memory => self.memory.get(instance).is_some_and(|folder| !folder.deleting && folder.held.get(unit)),
             Tier::Cold => {
                 let folder = self.cold.get(instance);
                 folder.is_some_and(|folder| !folder.deleting && !folder.offline && folder.held.get(unit))

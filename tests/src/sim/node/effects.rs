@@ -64,7 +64,8 @@ impl Store {
         }
         // Synchronised, then read back.
         self.w.work(2 * MS).await;
-        let wrong: Vec<u32> = wanted.iter().copied().filter(|unit| self.cold_bytes(&live, *unit) != content.unit(*unit)).collect();
+        let wrong: Vec<u32> =
+            wanted.iter().copied().filter(|unit| self.cold_bytes(&live, *unit) != content.unit(*unit)).collect();
         if !wrong.is_empty() && !self.w.bug(Bug::CopyCountsUnverified) {
             // The disk's fault, or memory's?
             let in_memory = self.lose_wrong_hot(&live, &wrong);
@@ -106,7 +107,8 @@ impl Store {
         if let Some(unit) = absent.iter().find(|unit| !live.units.borrow().cold().get(**unit)) {
             return refuse(ErrorCode::Unavailable, format!("unit {unit} of {} has no readable copy here", live.id));
         }
-        let taken: Vec<u32> = absent.iter().copied().filter(|unit| !live.units.borrow().resident().get(*unit)).collect();
+        let taken: Vec<u32> =
+            absent.iter().copied().filter(|unit| !live.units.borrow().resident().get(*unit)).collect();
         if self.node.disks.borrow().memory_used() + taken.len() as u64 > self.node.memory_units {
             return refuse(ErrorCode::CapacityExhausted, "memory tier is full");
         }
@@ -164,7 +166,8 @@ impl Store {
             return refuse(ErrorCode::PolicyUnsatisfiable, "this node has no cold tier");
         }
         if self.w.bug(Bug::ReleaseWithoutWitness) {
-            let unwitnessed: Vec<u32> = units.iter().copied().filter(|unit| !live.units.borrow().cold().get(*unit)).collect();
+            let unwitnessed: Vec<u32> =
+                units.iter().copied().filter(|unit| !live.units.borrow().cold().get(*unit)).collect();
             if !unwitnessed.is_empty() {
                 return refuse(ErrorCode::NotReady, "no copy on the cold tier");
             }

@@ -42,7 +42,13 @@ impl Store {
         Ok(())
     }
 
-    pub async fn write(&self, id: &InstanceId, session_id: &SessionId, unit: u32, bytes: u64) -> Result<(), BallastError> {
+    pub async fn write(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        unit: u32,
+        bytes: u64,
+    ) -> Result<(), BallastError> {
         let live = self.served(id)?;
         Self::check_session(&live, session_id)?;
         if live.deleting.get() || live.sealing.get() || live.content.borrow().is_some() {
@@ -59,7 +65,12 @@ impl Store {
         Ok(())
     }
 
-    pub async fn seal(&self, id: &InstanceId, session_id: &SessionId, content: &Rc<Content>) -> Result<(), BallastError> {
+    pub async fn seal(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        content: &Rc<Content>,
+    ) -> Result<(), BallastError> {
         let live = self.served(id)?;
         Self::check_session(&live, session_id)?;
         let _turn = live.queue.enter().await;

@@ -11,15 +11,15 @@ use super::Node;
 use super::disks::Tier;
 use super::store::{Cause, Live, Standing, Store};
 use crate::sim::bugs::Bug;
-use crate::sim::{faults, invariants};
 use crate::sim::net::{Patience, ask};
 use crate::sim::runtime::{MS, SECOND};
 use crate::sim::world::{W, short};
+use crate::sim::{faults, invariants};
 
 /// A welcomed node asks again this often.
 const HELLO_EVERY: u64 = 30 * SECOND;
 const RETRY_AFTER: u64 = SECOND;
-const ANSWER: Patience = Patience { silence_ns: 5 * SECOND, lively: false, may_double: false };
+const ANSWER: Patience = Patience::new(5 * SECOND);
 
 /// Starts a run.
 pub(crate) fn start(w: &W, node: &Rc<Node>) {
@@ -95,7 +95,8 @@ impl Store {
         let mut disks = self.node.disks.borrow_mut();
         let disks = &mut *disks;
         let from_cold = disks.cold.get(id).map(|cold| (cold.session_id.clone(), Rc::clone(&cold.content)));
-        let from_memory = disks.memory.get(id).and_then(|it| Some((it.session_id.clone(), Rc::clone(it.content.as_ref()?))));
+        let from_memory =
+            disks.memory.get(id).and_then(|it| Some((it.session_id.clone(), Rc::clone(it.content.as_ref()?))));
         let Some((session_id, content)) = from_memory.or(from_cold) else {
             // Only sealed folders are left here.
             return Live::new(id, &no_session(), 0, Standing::Quarantined);
@@ -105,7 +106,8 @@ impl Store {
         let memory_fence = disks.memory.get(id).map_or(LogPosition::ZERO, |folder| folder.fence);
         let cold_fence = disks.cold.get(id).map_or(LogPosition::ZERO, |folder| folder.fence);
         live.fence.set(memory_fence.max(cold_fence));
-        let deleting = disks.memory.get(id).is_some_and(|it| it.deleting) || disks.cold.get(id).is_some_and(|it| it.deleting);
+        let deleting =
+            disks.memory.get(id).is_some_and(|it| it.deleting) || disks.cold.get(id).is_some_and(|it| it.deleting);
         live.deleting.set(deleting);
         *live.content.borrow_mut() = Some(Rc::clone(&content));
         let mut units = live.units.borrow_mut();

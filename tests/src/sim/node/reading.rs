@@ -77,7 +77,7 @@ impl Store {
             (units.hot().clone(), units.cold().clone())
         };
         if self.w.bug(Bug::GuardAfterDescribe) {
-            self.w.work(100 * MS).await;
+            self.w.work(1_500 * MS).await;
         }
         let mut mapped = Vec::new();
         if map {
@@ -94,11 +94,17 @@ impl Store {
     /// Bytes from memory under a guard; `None` when the unit is not hot.
     pub async fn read_hot(&self, id: &InstanceId, unit: u32) -> ReadOf {
         let (live, _) = self.described(id)?;
+        let segment = {
+            let disks = self.node.disks.borrow();
+            disks.memory.get(&live.id).and_then(|folder| folder.segments.get(&(unit / SEGMENT_UNITS)).cloned())
+        };
+        let Some(segment) = segment else { return Ok(None) };
         if !live.units.borrow_mut().guard(unit) {
             return Ok(None);
         }
         self.w.work(20 * MS).await;
-        let bytes = self.memory_bytes(&live, unit);
+        // A deletion may have unlinked the segment meanwhile: an open one stays what it was.
+        let bytes = segment.read(unit);
         live.units.borrow_mut().unguard(unit);
         live.eased.notify();
         // A hole that was served as bytes is the reader's to notice.
