@@ -1,6 +1,7 @@
 """Reads while parts of the cluster die: never a success that is none, no lease left, and the same call completes later."""
 
 import os
+import pathlib
 import signal
 import sys
 
@@ -90,6 +91,11 @@ def test_a_byte_that_flipped_on_disk_is_never_returned(parts, route):
     until(lambda: leases(store, identity) == 0)
 
 
+def is_stopped(pid):
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return stat.rsplit(")", 1)[1].split()[0] == "T"
+
+
 def test_the_log_away_is_unavailable_and_what_is_mapped_stays_readable(parts):
     values = {"w": np.arange(1000, dtype=np.float32)}
     store = ballast.WeightStore(parts.url, request_seconds=2)
@@ -97,6 +103,8 @@ def test_the_log_away_is_unavailable_and_what_is_mapped_stays_readable(parts):
     with ballast.open(identity, store=store) as opened:
         os.kill(parts.nats.pid, signal.SIGSTOP)
         try:
+            # The signal is sent, not obeyed yet: a thread of the server may still answer.
+            until(lambda: is_stopped(parts.nats.pid))
             with pytest.raises(ballast.UnavailableError):
                 store.weight_get_metadata(identity)
             assert np.array_equal(opened["w"], values["w"])
