@@ -80,7 +80,12 @@ fn main() -> ExitCode {
             break;
         }
         if options.echo {
-            println!("trace {} state {}", result.trace, result.state);
+            println!(
+                "at rest after {} s; trace {} state {}",
+                result.rested_after_ms / 1_000,
+                result.trace,
+                result.state
+            );
         }
     }
     let summary = json!({ "seeds": count, "entries": entries, "faults": faults, "violations": violations });
@@ -92,7 +97,7 @@ fn main() -> ExitCode {
     println!(
         "sim: {count} seeds, {entries} entries, {struck} faults of {} kinds, {} crashes, {} s simulated in {:.1} s: {}",
         faults.len(),
-        faults.get("crash").copied().unwrap_or_default(),
+        ["crash", "death at a step"].iter().filter_map(|kind| faults.get(kind)).sum::<u64>(),
         simulated_ms / 1_000,
         started.elapsed().as_secs_f64(),
         if violations.is_empty() { "no violation".to_owned() } else { format!("{} VIOLATIONS", violations.len()) }

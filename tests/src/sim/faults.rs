@@ -25,7 +25,7 @@ enum Strike {
 
 /// A component to strike.
 #[derive(Clone, Copy, Debug)]
-enum Target {
+pub(crate) enum Target {
     Gateway(usize),
     Worker(usize),
     Node(usize),
@@ -155,7 +155,7 @@ fn end<S>(w: &W, slot: &Slot<S>) {
 }
 
 /// Kills it where it stands; another run begins a while later.
-fn crash(w: &W, target: Target) {
+pub(crate) fn crash(w: &W, target: Target) {
     match target {
         Target::Gateway(at) => end(w, &w.gateways[at]),
         Target::Worker(at) => end(w, &w.workers[at]),

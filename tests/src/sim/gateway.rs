@@ -13,6 +13,7 @@ use ballast_schemas::{
 use ballast_workflows::State;
 
 use super::bugs::Bug;
+use super::faults::Target;
 use super::inspector::inspect;
 use super::net::{Patience, Service, ask};
 use super::node::Node;
@@ -28,6 +29,8 @@ const CATCH_UP: u64 = 3 * SECOND;
 const NODE_CALL: Patience = Patience { lively: true, may_double: true, ..Patience::new(5 * SECOND) };
 
 pub(crate) struct Gateway {
+    slot: Rc<Slot<Gateway>>,
+    at: usize,
     pub replica: Rc<Replica>,
     sent: RefCell<BTreeMap<OperationId, u64>>,
 }
@@ -49,7 +52,9 @@ pub(crate) fn start(w: &W, slot: &Rc<Slot<Gateway>>) {
         let replica = Replica::start(&w, &slot.name, process, &slot.link);
         let head = w.log.last_seq();
         replica.folded.wait_for(|| replica.read(|state| state.log_seq() >= head).then_some(())).await;
-        let gateway = Rc::new(Gateway { replica: Rc::clone(&replica), sent: RefCell::default() });
+        let at = w.gateways.iter().position(|other| Rc::ptr_eq(other, &slot)).unwrap_or_default();
+        let (own, sent) = (Rc::clone(&slot), RefCell::default());
+        let gateway = Rc::new(Gateway { slot: own, at, replica: Rc::clone(&replica), sent });
         w.rt.spawn(process, Rc::clone(&gateway).publish_hints());
         w.rt.spawn(process, replica.keep_snapshots());
         w.rt.spawn(process, inspect(Rc::clone(&gateway)));
@@ -68,7 +73,10 @@ impl Gateway {
 
     /// Appends and answers with what the fold says.
     pub async fn submit(&self, id: CommandId, command: Command) -> Result<Reply, BallastError> {
-        match self.replica.submit_as(id, command).await {
+        let answer = self.replica.submit_as(id, command).await;
+        // Folded, and nobody has been told.
+        self.w().may_die(&self.slot, Target::Gateway(self.at)).await;
+        match answer {
             Some((_, Ok(reply))) => Ok(reply),
             Some((_, Err(rejection))) => Err(rejection.into()),
             None => Err(unavailable("the outcome is unknown")),

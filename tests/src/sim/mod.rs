@@ -52,6 +52,8 @@ pub struct Run {
     pub entries: u64,
     /// Virtual milliseconds that passed.
     pub simulated_ms: u64,
+    /// Virtual milliseconds from the end of the faults until nothing was left to do.
+    pub rested_after_ms: u64,
     /// How often each kind of fault struck.
     pub faults: BTreeMap<&'static str, u64>,
     /// Invariants that did not hold; the run ends with the first.
@@ -82,6 +84,7 @@ pub fn run(seed: u64, options: Options) -> Run {
     let run = Run {
         entries: w.log.last_seq(),
         simulated_ms: w.now() / runtime::MS,
+        rested_after_ms: w.rested_after_ns.get() / runtime::MS,
         faults,
         violations,
         trace,

@@ -45,6 +45,8 @@ pub(crate) struct Network {
     pub append_late: u32,
     /// A request to release memory that its worker sends only after a long sleep.
     pub release_late: u32,
+    /// A component that dies between two of its steps.
+    pub die: u32,
     pub disk_error: u32,
     pub bad_write: u32,
 }
@@ -102,6 +104,7 @@ impl Plan {
             ack_lost: rate(),
             append_late: rate() / 2,
             release_late: rate() * 3,
+            die: rate() / 2,
             disk_error: rate() / 4,
             bad_write: rate() / 4,
         };

@@ -17,7 +17,7 @@ use super::world::W;
 use super::{client, faults};
 
 /// How long what was begun may take to end once faults have stopped.
-const PATIENCE: u64 = 900 * SECOND;
+const PATIENCE: u64 = 300 * SECOND;
 /// After this long an operation that waits for memory is cancelled: nobody will free any.
 const MEMORY_PATIENCE: u64 = 60 * SECOND;
 /// Long enough for every node to introduce itself again.
@@ -63,6 +63,7 @@ fn come_to_rest(w: &W) -> bool {
         }
         let left = w.log.truth(what_is_left);
         if left.is_empty() && replicas_agree(w) {
+            w.rested_after_ns.set(w.now() - begun);
             return true;
         }
         if w.now() - begun > PATIENCE {

@@ -13,6 +13,7 @@ use ballast_schemas::{
 use ballast_workflows::{Observation, State, Step, after_failure, next_step};
 
 use super::bugs::Bug;
+use super::faults::Target;
 use super::gateway::{call_node, unavailable};
 use super::hints::Hint;
 use super::invariants;
@@ -29,6 +30,8 @@ const RETRY_HINT_AFTER: u64 = 500 * MS;
 const CONCURRENCY: usize = 4;
 
 pub(crate) struct Worker {
+    slot: Rc<Slot<Worker>>,
+    at: usize,
     pub replica: Rc<Replica>,
     worker: WorkerId,
     driven: RefCell<BTreeSet<OperationId>>,
@@ -53,7 +56,8 @@ pub(crate) fn start(w: &W, slot: &Rc<Slot<Worker>>) {
         replica.folded.wait_for(|| replica.read(|state| state.log_seq() >= head).then_some(())).await;
         let name = w.name(&format!("{}-run", slot.name));
         let worker = WorkerId::new(name).expect("a short ASCII name is a worker id");
-        let worker = Rc::new(Worker { replica, worker, driven: RefCell::default() });
+        let at = w.workers.iter().position(|other| Rc::ptr_eq(other, &slot)).unwrap_or_default();
+        let worker = Rc::new(Worker { slot: Rc::clone(&slot), at, replica, worker, driven: RefCell::default() });
         for _ in 0..CONCURRENCY {
             w.rt.spawn(process, Rc::clone(&worker).follow_hints());
         }
@@ -111,6 +115,7 @@ impl Worker {
         });
         match self.replica.submit(command).await {
             Some((_, Ok(Reply::Operation(operation)))) if operation.status == OperationStatus::Claimed => {
+                self.may_die().await;
                 if !late {
                     self.acknowledge(&hint);
                 }
@@ -170,7 +175,19 @@ impl Worker {
         }
     }
 
+    /// Each step has a before and an after; the process may end at either.
     async fn execute(&self, drive: &mut Drive, step: Step, operation: &WeightOperation) -> Turn {
+        self.may_die().await;
+        let turn = self.take_step(drive, step, operation).await;
+        self.may_die().await;
+        turn
+    }
+
+    async fn may_die(&self) {
+        self.w().may_die(&self.slot, Target::Worker(self.at)).await;
+    }
+
+    async fn take_step(&self, drive: &mut Drive, step: Step, operation: &WeightOperation) -> Turn {
         if let Some((_, error)) = drive.last.take_if(|(last, _)| *last == step) {
             return self.failed(drive, operation, request_of(&step), error).await;
         }

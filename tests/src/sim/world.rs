@@ -9,6 +9,7 @@ use ballast_schemas::{CommandId, Digest, InstanceId};
 
 use super::client::Client;
 use super::content::Content;
+use super::faults::{self, Target};
 use super::gateway::Gateway;
 use super::hints::HintQueue;
 use super::invariants::Watch;
@@ -90,6 +91,8 @@ pub(crate) struct World {
     pub network: ProcessId,
     /// Faults have ended for good.
     pub calm: Cell<bool>,
+    /// How long it took, once faults had ended, until nothing was left to do.
+    pub rested_after_ns: Cell<u64>,
     /// Nobody begins anything new.
     pub closing: Cell<bool>,
     pub log: SharedLog,
@@ -117,6 +120,7 @@ impl World {
             violations: RefCell::default(),
             calm: Cell::new(false),
             closing: Cell::new(false),
+            rested_after_ns: Cell::new(0),
             log: SharedLog::default(),
             watch: RefCell::default(),
             hints: HintQueue::default(),
@@ -174,6 +178,32 @@ impl World {
             return self.draw(|rng| rng.between(50 * MS, 4 * SECOND));
         }
         self.draw(|rng| rng.between(MS / 20, 2 * MS))
+    }
+
+    /// The run of a component may end right here, before anything else happens.
+    pub async fn may_die<S>(self: &Rc<Self>, slot: &Slot<S>, target: Target) {
+        if !self.strikes(self.plan.network.die, "death at a step") {
+            return;
+        }
+        let (w, process) = (Rc::clone(self), slot.process.get());
+        self.trace(format!("{} dies at a step", slot.name));
+        let dying = slot.name.clone();
+        self.rt.spawn(self.network, async move {
+            // Unless it has been killed and started again meanwhile.
+            if process.is_some() && w.process_of(&dying) == process {
+                faults::crash(&w, target);
+            }
+        });
+        std::future::pending::<()>().await;
+    }
+
+    fn process_of(&self, name: &str) -> Option<ProcessId> {
+        let named = |found: &str| found == name;
+        let gateways = self.gateways.iter().filter(|slot| named(&slot.name)).map(|slot| slot.process.get());
+        let workers = self.workers.iter().filter(|slot| named(&slot.name)).map(|slot| slot.process.get());
+        let clients = self.clients.iter().filter(|slot| named(&slot.name)).map(|slot| slot.process.get());
+        let nodes = self.nodes.iter().filter(|node| named(&node.slot.name)).map(|node| node.slot.process.get());
+        gateways.chain(workers).chain(clients).chain(nodes).next().flatten()
     }
 
     // Names.

@@ -14,6 +14,7 @@ use ballast_schemas::{
     WeightRevisionMetadata, WeightStoragePolicy,
 };
 
+use super::faults::Target;
 use super::gateway::{Gateway, unavailable};
 use super::invariants::every_revision;
 use super::net::{Patience, Service, ask};
@@ -134,6 +135,8 @@ impl Client {
     /// Falls asleep now and then: what it does next, it does as if no time had passed.
     async fn nap(&self) {
         let w = &self.w;
+        let at = w.clients.iter().position(|other| Rc::ptr_eq(other, &self.slot)).unwrap_or_default();
+        w.may_die(&self.slot, Target::Client(at)).await;
         if w.strikes(if w.plan.strikes.pause > 0 { 500 } else { 0 }, "client nap") {
             w.rt.sleep(w.draw(|rng| rng.between(2, 70)) * SECOND).await;
         }

@@ -5,11 +5,14 @@ use std::rc::Rc;
 use ballast_schemas::{BallastError, NodeReply, NodeRequest};
 
 use super::store::Store;
+use crate::sim::faults::Target;
 use crate::sim::world::short;
 
 impl Store {
     pub async fn control(self: Rc<Self>, request: NodeRequest) -> NodeReply {
         let reply = self.carry_out(&request).await.unwrap_or_else(NodeReply::Failed);
+        // Done, and nobody has been told.
+        self.w.may_die(&self.node.slot, Target::Node(self.node.at)).await;
         let said = match &reply {
             NodeReply::Failed(error) => format!("{}: {}", error.code, error.message),
             NodeReply::Inventory(held) => {

@@ -45,7 +45,7 @@ impl Store {
             return refuse(ErrorCode::Unavailable, format!("unit {unit} of {} has no readable copy here", live.id));
         }
         for &unit in &wanted {
-            self.w.work(UNIT_TIME).await;
+            self.step(UNIT_TIME).await;
             if !Self::is_current(&live, effect.fence) {
                 return Self::fenced_off(&live, effect.fence);
             }
@@ -63,7 +63,7 @@ impl Store {
             }
         }
         // Synchronised, then read back.
-        self.w.work(2 * MS).await;
+        self.step(2 * MS).await;
         let wrong: Vec<u32> =
             wanted.iter().copied().filter(|unit| self.cold_bytes(&live, *unit) != content.unit(*unit)).collect();
         if !wrong.is_empty() && !self.w.bug(Bug::CopyCountsUnverified) {
@@ -116,7 +116,7 @@ impl Store {
         self.save_memory(&live);
         let mut wrong = Vec::new();
         for &unit in &absent {
-            self.w.work(UNIT_TIME).await;
+            self.step(UNIT_TIME).await;
             if !Self::is_current(&live, effect.fence) {
                 self.give_up(&live, &absent);
                 return Self::fenced_off(&live, effect.fence);
@@ -189,7 +189,7 @@ impl Store {
         }
         let deadline = self.w.now() + READERS_WAIT;
         loop {
-            self.w.work(MS).await;
+            self.step(MS).await;
             self.free_unguarded(&live, &units, effect.fence)?;
             let left = units.iter().filter(|unit| live.units.borrow().resident().get(**unit)).count();
             if left == 0 {
@@ -249,7 +249,7 @@ impl Store {
         let mut wrong = Vec::new();
         for &unit in units {
             let changed = self.changed(live, unit);
-            self.w.work(UNIT_TIME / 3).await;
+            self.step(UNIT_TIME / 3).await;
             if self.cold_bytes(live, unit) == expected.get(unit as usize).copied() {
                 live.verified.borrow_mut().insert(unit, changed);
             } else {
@@ -332,7 +332,7 @@ impl Store {
             states.set_cold(unit, false);
         }
         self.save(&live);
-        self.w.work(5 * MS).await;
+        self.step(5 * MS).await;
         let mut disks = self.node.disks.borrow_mut();
         if let Some(folder) = disks.cold.get_mut(&live.id) {
             for unit in &units {
@@ -369,7 +369,7 @@ impl Store {
         if let Some(live) = self.begin_deletion(id, fence).await? {
             let _turn = live.queue.enter().await;
             self.obey(&live, fence)?;
-            self.w.work(5 * MS).await;
+            self.step(5 * MS).await;
             self.remove(&live, Cause::Delete(fence));
         }
         let disks = self.node.disks.borrow();

@@ -56,7 +56,7 @@ impl Store {
         }
         // A writer is between its look at the state and the end of its copy.
         live.writers.set(live.writers.get() + 1);
-        self.w.work(4 * MS).await;
+        self.step(4 * MS).await;
         if let Some(folder) = self.node.disks.borrow_mut().memory.get_mut(id) {
             folder.write(unit, Some(bytes));
         }
@@ -88,7 +88,7 @@ impl Store {
         }
         live.sealing.set(true);
         live.eased.wait_for(|| (live.writers.get() == 0).then_some(())).await;
-        self.w.work(3 * MS).await;
+        self.step(3 * MS).await;
         let sealed = self.seal_now(&live, content);
         live.sealing.set(false);
         sealed

@@ -11,6 +11,7 @@ use super::Node;
 use super::disks::{MemoryFolder, SEGMENT_UNITS, Tier};
 use crate::sim::bugs::Bug;
 use crate::sim::content::Content;
+use crate::sim::faults::Target;
 use crate::sim::invariants;
 use crate::sim::net::Service;
 use crate::sim::runtime::{ProcessId, Signal, Turnstile};
@@ -85,6 +86,12 @@ pub(crate) fn refuse<T>(code: ErrorCode, message: impl Into<String>) -> Result<T
 impl Store {
     pub fn trace(&self, text: &str) {
         self.w.trace(format!("{} {text}", self.node.id));
+    }
+
+    /// Work of about this long; the process may die in it.
+    pub async fn step(&self, mean_ns: u64) {
+        self.w.work(mean_ns).await;
+        self.w.may_die(&self.node.slot, Target::Node(self.node.at)).await;
     }
 
     /// An instance that is here and served.
