@@ -262,6 +262,15 @@ def test_an_interrupted_open_releases_its_lease(site, ready):
         process.wait()
 
 
+def test_a_get_that_fails_has_released_its_lease_when_it_ends(site, ready, scratch):
+    taken = scratch / "taken"
+    taken.write_text("a file where a folder is asked for")
+    for _ in range(10):
+        code, error, _ = site.cli.refusal("get", name_of(ready), "--to", str(taken))
+        assert (code, error["code"]) == (CONFLICT, "CONFLICT")
+        assert site.verbs.view(ready)["active_lease_count"] == 0
+
+
 def test_an_interrupted_put_leaves_nothing_behind_for_long(site, scratch, fresh):
     model = weights.write(scratch / "interrupted" / "model.safetensors", weights.random_tensors([(f"w{n}", (1 << 20,)) for n in range(48)]))
     which = fresh()

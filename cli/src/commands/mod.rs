@@ -41,13 +41,16 @@ pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), Ballas
             std::future::pending::<()>().await;
         }
     };
-    tokio::select! {
-        result = dispatch(&context, command) => result,
-        () = interrupted => {
-            context.gateway.settle(SETTLE_PATIENCE).await;
-            std::process::exit(INTERRUPTED);
-        }
-    }
+    let result = tokio::select! {
+        result = dispatch(&context, command) => Some(result),
+        () = interrupted => None,
+    };
+    // What failed or was dropped releases its lease and aborts its import in the background; the process outlives that.
+    context.gateway.settle(SETTLE_PATIENCE).await;
+    result.unwrap_or_else(|| {
+        context.out.note("interrupted: what was under way is given up");
+        std::process::exit(INTERRUPTED)
+    })
 }
 
 async fn dispatch(context: &Context, command: Command) -> Result<(), BallastError> {
