@@ -30,7 +30,7 @@ def binary():
 
 
 @pytest.fixture(scope="session")
-def scratch():
+def session_folder():
     """A folder with a short path (Unix sockets allow 107 bytes), removed at the end unless BALLAST_KEEP is set."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ballast-e2e-"))
     yield folder
@@ -38,6 +38,14 @@ def scratch():
         print(f"kept: {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def scratch(session_folder):
+    """An empty folder of this test's own."""
+    folder = session_folder / f"t{next(NUMBERS)}"
+    folder.mkdir()
+    return folder
 
 
 class Site:
@@ -100,14 +108,14 @@ def name_of(which):
 
 
 @pytest.fixture(scope="session")
-def make_site(binary, scratch):
+def make_site(binary, session_folder):
     """Starts clusters; all are gone at the end of the session."""
     sites = []
     numbers = itertools.count()
 
     def make(**options):
         options.setdefault("memory_bytes", MEMORY_BYTES)
-        cluster = Cluster(scratch / f"c{next(numbers)}", binary, **options)
+        cluster = Cluster(session_folder / f"c{next(numbers)}", binary, **options)
         try:
             cluster.start()
             site = Site(cluster)
@@ -131,9 +139,9 @@ def site(make_site):
 
 
 @pytest.fixture(scope="session")
-def models(scratch):
+def models(session_folder):
     """Small models by name, made once."""
-    folder = scratch / "models"
+    folder = session_folder / "models"
     made = {}
 
     def model(name, **options):

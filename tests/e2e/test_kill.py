@@ -23,13 +23,13 @@ def site(make_site):
 
 
 @pytest.fixture(scope="module")
-def base_model(scratch):
-    return weights.write(scratch / "kill" / "base" / "model.safetensors", weights.random_tensors([(f"w{n:03}", (64, 1024)) for n in range(160)], seed=11))
+def base_model(session_folder):
+    return weights.write(session_folder / "kill" / "base" / "model.safetensors", weights.random_tensors([(f"w{n:03}", (64, 1024)) for n in range(160)], seed=11))
 
 
 @pytest.fixture(scope="module")
-def next_model(scratch):
-    return weights.write(scratch / "kill" / "next" / "model.safetensors", weights.random_tensors([(f"w{n:03}", (64, 1024)) for n in range(160)], seed=12))
+def next_model(session_folder):
+    return weights.write(session_folder / "kill" / "next" / "model.safetensors", weights.random_tensors([(f"w{n:03}", (64, 1024)) for n in range(160)], seed=12))
 
 
 def victim_of(site, victim):
