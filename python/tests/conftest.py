@@ -18,6 +18,10 @@ import ballast
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 READY_SECONDS = 60
 
+# A run in the background of a shell inherits "SIGINT is ignored", and would pass that on to the programs that are to be
+# interrupted here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def forget_memory(ready):
     """Removes the memory tier of a `ballast dev` that has ended: the folder, and the tmpfs that it may have mounted there."""

@@ -8,6 +8,7 @@ import itertools
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -18,6 +19,8 @@ from verbs import Verbs, identity
 
 MEMORY_BYTES = 512 << 20
 NUMBERS = itertools.count()
+# A run in the background of a shell inherits "SIGINT is ignored", and would pass that on to the processes under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 TERMINAL = {"SUCCEEDED", "FAILED", "CANCELLED", "SUPERSEDED"}
 
 
