@@ -37,8 +37,10 @@ bench: ## (absent yet) figures beside the peer or the limit they are measured ag
 sim: ## seeded simulation of whole clusters under faults (SEEDS=how many, SEED=one alone with every line)
 	cargo run --profile sim --locked -p ballast-tests --bin sim -- $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED))
 
-crash-sweep: ## (absent yet) kill -9 before and after every step of every machine
-	$(call ABSENT,the sweep over every step is not built yet. tests/e2e/test_kill.py kills each process during each verb in make test)
+crash-sweep: ## kill -9 before and after every step of every machine (ONLY=regular expression)
+	@ops/setup
+	cargo build --locked -p ballast
+	$(PYTHON) ops/crash_sweep.py $(if $(ONLY),--only "$(ONLY)")
 
 cluster-test: ## (absent yet) three NATS servers with one killed, paused or cut off
 	$(call ABSENT,the tests on a three-server cluster are not built yet. make test restarts a single server)

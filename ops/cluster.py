@@ -28,14 +28,15 @@ class Failure(Exception):
 
 
 def wait_until(condition, deadline_s, what, poll_s=POLL_S):
-    """Polls `condition` until it returns something true, and returns that; Failure naming `what` after `deadline_s`."""
+    """Polls `condition` until it returns something true, and returns that; Failure naming `what` (or what it returns) after
+    `deadline_s`."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > end:
-            raise Failure(f"{what}: not within {deadline_s} s")
+            raise Failure(f"{what() if callable(what) else what}: not within {deadline_s} s")
         time.sleep(poll_s)
 
 

@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use ballast_schemas::{HotRatio, LineageKey, MigrationMode, Residency, UpsertMode};
+use ballast_schemas::{
+    Capability, HotRatio, LineageKey, MigrationMode, NodeId, ObjectKey, Residency, RevisionIdentity, UpsertMode,
+};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Keeps model weights as complete, immutable revisions: publish, read under a lease, move between memory and disk,
@@ -30,7 +32,7 @@ pub struct Cli {
 pub enum Format {
     /// For people.
     Table,
-    /// For programs: one JSON document (`watch`: one per line).
+    /// For programs: one JSON document (`watch` and `log`: one per line).
     Json,
 }
 
@@ -65,10 +67,23 @@ pub enum Command {
     Op(OpArgs),
     /// Delete a revision; a tombstone remains.
     Rm(RmArgs),
+    /// Keep small ordinary objects in a node's memory, beside the weights: a cache that gives way to them.
+    Object(ObjectArgs),
     /// Follow events.
     Watch(WatchArgs),
     /// Show the cluster, its nodes and counts.
     Status,
+    /// Show entries of the log: each command, and what folding it decided. Needs no gateway.
+    Log(LogArgs),
+    /// Show the state as it was after any entry of the log, or what changed between two. Needs no gateway.
+    Replay(ReplayArgs),
+    /// List the snapshots that a service can start from (`--restore-from`), each read and checked. Needs no gateway.
+    Snapshots,
+    /// Show and change what holds for the whole cluster: gates, fold version, settings. Needs no gateway.
+    Admin(AdminArgs),
+    /// List the places where a test can have a worker kill itself (BALLAST_FAILPOINT).
+    #[command(hide = true)]
+    Failpoints,
 }
 
 /// A revision's short name.
@@ -80,6 +95,13 @@ pub struct Name {
     pub lineage: LineageKey,
     /// Which generation; none: the newest that is READY.
     pub generation: Option<u64>,
+}
+
+impl Name {
+    /// Whether the name means this revision: a name without a generation means every generation.
+    pub fn means(&self, identity: &RevisionIdentity) -> bool {
+        identity.lineage() == self.lineage && self.generation.is_none_or(|it| it == identity.weight_generation)
+    }
 }
 
 fn name(text: &str) -> Result<Name, String> {
@@ -133,6 +155,18 @@ fn upsert_mode(text: &str) -> Result<UpsertMode, String> {
     UpsertMode::from_name(&text.replace('-', "_")).ok_or_else(|| format!("{text:?} is not put-first or delete-first"))
 }
 
+/// Settings that a new cluster is created with. One that exists keeps its own, and the service says which differ.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// YAML file with settings; `ballast admin config` prints every key. Environment variables (BALLAST_ and the key in capitals)
+    /// go before it, --set before both.
+    #[arg(long, env = "BALLAST_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// One setting of a new cluster; can be repeated.
+    #[arg(long, value_parser = label, value_name = "KEY=VALUE")]
+    pub set: Vec<(String, String)>,
+}
+
 /// `ballast dev`.
 #[derive(Debug, Args)]
 pub struct DevArgs {
@@ -154,6 +188,12 @@ pub struct DevArgs {
     /// Where health and metrics are served.
     #[arg(long, default_value = "127.0.0.1:8480", value_name = "ADDR")]
     pub http: SocketAddr,
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
+    /// can not be used. A fresh snapshot then takes its place.
+    #[arg(long, value_name = "SEQ")]
+    pub restore_from: Option<u64>,
 }
 
 /// `ballast gateway`.
@@ -168,6 +208,15 @@ pub struct GatewayArgs {
     /// Copies of the streams that a new cluster keeps: 1, or 3 on a NATS cluster.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=5))]
     pub replicas: u8,
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Write a snapshot of the state after so many log entries (and, whatever comes first, every ten minutes).
+    #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(2..), value_name = "N")]
+    pub snapshot_entries: u64,
+    /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
+    /// can not be used. A fresh snapshot then takes its place.
+    #[arg(long, value_name = "SEQ")]
+    pub restore_from: Option<u64>,
 }
 
 /// `ballast workflow-worker`.
@@ -179,6 +228,10 @@ pub struct WorkflowWorkerArgs {
     /// Name of this worker; random by default.
     #[arg(long)]
     pub id: Option<String>,
+    /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
+    /// can not be used.
+    #[arg(long, value_name = "SEQ")]
+    pub restore_from: Option<u64>,
 }
 
 /// `ballast transfer-worker`.
@@ -386,6 +439,8 @@ pub struct OpArgs {
 /// What can be done with an operation.
 #[derive(Debug, Subcommand)]
 pub enum OpAction {
+    /// Show its life from the log: what created it, claims, steps, waits, failures, its end. Needs no gateway.
+    History(OpIdArgs),
     /// End it: at once when it waits, else at its next step boundary.
     Cancel(OpIdArgs),
     /// Stop it until it is resumed.
@@ -423,6 +478,62 @@ pub struct RmArgs {
     pub dry_run: bool,
 }
 
+/// `ballast object`.
+#[derive(Debug, Args)]
+pub struct ObjectArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: ObjectAction,
+    /// Whose objects; needed only where several nodes serve.
+    #[arg(long, global = true, value_parser = node, value_name = "NAME")]
+    pub node: Option<NodeId>,
+}
+
+/// What can be done with ordinary objects. They are evicted when weights need the room, the longest unused first, and
+/// do not outlive a restart of their node. Managed groups are left alone by all of these.
+#[derive(Debug, Subcommand)]
+pub enum ObjectAction {
+    /// Store a file's bytes (768 KiB at most) under a key.
+    Put {
+        /// The key; weights/… and weight:… are for weights.
+        #[arg(value_parser = object_key)]
+        key: ObjectKey,
+        /// The file.
+        file: PathBuf,
+    },
+    /// Read an object into a file.
+    Get {
+        /// The key.
+        #[arg(value_parser = object_key)]
+        key: ObjectKey,
+        /// The file to write.
+        #[arg(long, value_name = "FILE")]
+        to: PathBuf,
+    },
+    /// Remove one object.
+    Rm {
+        /// The key.
+        #[arg(value_parser = object_key)]
+        key: ObjectKey,
+    },
+    /// List the objects.
+    Ls,
+    /// Remove every object.
+    Clear {
+        /// Only say what would be removed.
+        #[arg(long)]
+        dry_run: bool,
+    },
+}
+
+fn object_key(text: &str) -> Result<ObjectKey, String> {
+    ObjectKey::new(text).map_err(|error| error.to_string())
+}
+
+fn node(text: &str) -> Result<NodeId, String> {
+    NodeId::new(text).map_err(|error| error.to_string())
+}
+
 /// `ballast watch`.
 #[derive(Debug, Args)]
 pub struct WatchArgs {
@@ -438,6 +549,107 @@ pub struct WatchArgs {
     /// Whose events, when no name is given.
     #[arg(long, default_value = "default")]
     pub tenant: String,
+}
+
+/// `ballast log`.
+#[derive(Debug, Args)]
+pub struct LogArgs {
+    /// From this entry on.
+    #[arg(long, value_name = "SEQ")]
+    pub from: Option<u64>,
+    /// Up to and including this entry.
+    #[arg(long, value_name = "SEQ", conflicts_with = "follow")]
+    pub to: Option<u64>,
+    /// Go on with entries as they come.
+    #[arg(long)]
+    pub follow: bool,
+    /// Only commands about this revision, or about any generation of it.
+    #[arg(long, value_parser = name, value_name = "NAME")]
+    pub revision: Option<Name>,
+    /// Only commands about this operation.
+    #[arg(long, value_name = "ID")]
+    pub op: Option<String>,
+    /// Only the last so many commands; 20 when nothing else narrows the range.
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub last: Option<u32>,
+}
+
+/// `ballast replay`.
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    /// Show the state after this entry; by default after the newest.
+    #[arg(long, value_name = "SEQ")]
+    pub to: Option<u64>,
+    /// Show what changed between the states after these two entries.
+    #[arg(long, num_args = 2, value_names = ["SEQ1", "SEQ2"], conflicts_with = "to")]
+    pub diff: Option<Vec<u64>>,
+    /// Only this revision, or every generation of it.
+    #[arg(long, value_parser = name, value_name = "NAME")]
+    pub revision: Option<Name>,
+}
+
+/// `ballast admin`.
+#[derive(Debug, Args)]
+pub struct AdminArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: AdminAction,
+}
+
+/// What can be done with a cluster.
+#[derive(Debug, Subcommand)]
+pub enum AdminAction {
+    /// Show the gates, and every replica that announced itself with the command families it folds.
+    Capabilities,
+    /// Open a gate for good; refused while a live replica can not fold what it opens.
+    ConfirmCapability(CapabilityArgs),
+    /// Fold later entries by newer rules; refused while a live replica does not know them. There is no way back.
+    RaiseFoldVersion(FoldVersionArgs),
+    /// Show the cluster's settings, as a configuration file has them, or change some.
+    Config(AdminConfigArgs),
+}
+
+/// `ballast admin confirm-capability`.
+#[derive(Debug, Args)]
+pub struct CapabilityArgs {
+    /// weight_management or weight_lineage.
+    #[arg(value_parser = capability)]
+    pub capability: Capability,
+}
+
+fn capability(text: &str) -> Result<Capability, String> {
+    Capability::from_name(text).ok_or_else(|| format!("{text:?} is not weight_management or weight_lineage"))
+}
+
+/// `ballast admin raise-fold-version`.
+#[derive(Debug, Args)]
+pub struct FoldVersionArgs {
+    /// To which.
+    #[arg(value_name = "VERSION")]
+    pub fold_version: u32,
+}
+
+/// `ballast admin config`.
+#[derive(Debug, Args)]
+pub struct AdminConfigArgs {
+    /// What to do; without it, show.
+    #[command(subcommand)]
+    pub action: Option<ConfigAction>,
+}
+
+/// What can be done with the settings.
+#[derive(Debug, Subcommand)]
+pub enum ConfigAction {
+    /// Change settings for everyone, from now on; published revisions keep their own policy.
+    Set(ConfigSetArgs),
+}
+
+/// `ballast admin config set`.
+#[derive(Debug, Args)]
+pub struct ConfigSetArgs {
+    /// What to change.
+    #[arg(required = true, value_parser = label, value_name = "KEY=VALUE")]
+    pub settings: Vec<(String, String)>,
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ mod args;
 mod commands;
 mod output;
 mod services;
+mod settings;
 
 use std::ffi::OsString;
 
@@ -50,6 +51,11 @@ async fn run(cli: Cli, out: Output) -> Result<(), BallastError> {
         Command::Gateway(args) => services::gateway(&cli.nats, args, out).await,
         Command::WorkflowWorker(args) => services::workflow_worker(&cli.nats, args, out).await,
         Command::TransferWorker(args) => services::transfer_worker(&cli.nats, args, out).await,
+        Command::Failpoints => {
+            let places = ballast_workers::failpoints();
+            out.show(&places, || places.join("\n"));
+            Ok(())
+        }
         command => commands::run(&cli.nats, command, out).await,
     }
 }

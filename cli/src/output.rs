@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
-use ballast_schemas::{BallastError, RevisionView, WeightOperation, WeightRevisionMetadata};
+pub use ballast_schemas::human_bytes as bytes;
+use ballast_schemas::{BallastError, RevisionView, WeightOperation, WeightRevisionMetadata, human_ms};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
@@ -89,19 +90,6 @@ impl Drop for Bar {
             bar.finish_and_clear();
         }
     }
-}
-
-/// `90.9 MB`, decimal units as storage is sold.
-#[must_use]
-pub fn bytes(count: u64) -> String {
-    #[expect(clippy::cast_precision_loss, reason = "shown with one decimal")]
-    let value = count as f64;
-    for (limit, unit) in [(1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")] {
-        if value >= limit {
-            return format!("{:.1} {unit}", value / limit);
-        }
-    }
-    format!("{count} B")
 }
 
 /// `1.25 GB/s`.
@@ -197,7 +185,7 @@ pub fn revision_text(view: &RevisionView) -> String {
     rows.push((
         "leases",
         match view.nearest_lease_expiry_ms {
-            Some(ms) => format!("{}, the first ends in {:.1} s", view.active_lease_count, ms as f64 / 1e3),
+            Some(ms) => format!("{}, the first ends in {}", view.active_lease_count, human_ms(ms)),
             None => view.active_lease_count.to_string(),
         },
     ));

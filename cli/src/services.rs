@@ -10,8 +10,8 @@ use std::time::Duration;
 use ballast_gateway::{Gateway, GatewayHandle, GatewayOptions};
 use ballast_journal::nodes::Directory;
 use ballast_journal::{
-    EmbeddedServer, JetStreamLog, JetStreamSnapshots, LastSeen, Replica, ReplicaOptions, ServerOptions, StreamOptions,
-    Streams, connect, open_streams,
+    DigestExchange, EmbeddedServer, JetStreamLog, JetStreamSnapshots, LastSeen, Replica, ReplicaOptions, RestoreFrom,
+    ServerOptions, StreamOptions, Streams, connect, open_streams,
 };
 use ballast_schemas::{BallastError, ErrorCode, NodeId, ReplicaId, WorkerId};
 use ballast_transfer::{ColdOptions, EngineChoice, HugePages, MemoryOptions};
@@ -23,6 +23,7 @@ use tokio::task::JoinHandle;
 
 use crate::args::{DevArgs, GatewayArgs, TransferWorkerArgs, WorkflowWorkerArgs};
 use crate::output::{self, Output};
+use crate::settings::{self, Given};
 
 const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// A worker started before its gateway waits this long for the cluster to be there.
@@ -59,14 +60,36 @@ fn replica_id(given: Option<String>, kind: &str) -> Result<ReplicaId, BallastErr
     ReplicaId::new(given.unwrap_or_else(|| fresh(kind))).map_err(|error| BallastError::invalid(error.to_string()))
 }
 
+/// What a cluster that the gateway creates begins with.
+fn give(options: &mut GatewayOptions, given: &Given) {
+    options.config = given.settings.config.clone();
+    options.capabilities = given.settings.capabilities.iter().copied().collect();
+}
+
+/// A cluster that was there keeps its settings: a service started with an old file must not change them.
+fn say_what_differs(handle: &GatewayHandle, given: &Given) {
+    if let Some(line) = handle.replica().read(|state| given.differs_from(state)) {
+        tracing::warn!("{line}");
+    }
+}
+
+fn restore_from(seq: Option<u64>) -> RestoreFrom {
+    seq.map_or(RestoreFrom::Newest, RestoreFrom::Seq)
+}
+
 /// Runs a gateway until told to stop.
 pub async fn gateway(nats: &str, args: GatewayArgs, out: Output) -> Result<(), BallastError> {
     let id = replica_id(args.id, "gateway")?;
     let mut options = GatewayOptions::new(nats, id.clone());
     options.http = args.http;
     options.streams.replicas = usize::from(args.replicas);
+    options.restore_from = restore_from(args.restore_from);
+    options.snapshots.every_entries = args.snapshot_entries;
+    let given = settings::given(&args.config)?;
+    give(&mut options, &given);
     let gateway = Gateway::open(options).await.map_err(|error| failed(&error))?;
     let handle = gateway.handle();
+    say_what_differs(&handle, &given);
     let (cluster, seq) = (handle.streams().cluster_id().to_string(), handle.replica().log_seq());
     let http = handle.http_address().map(|address| address.to_string());
     out.show(
@@ -86,7 +109,7 @@ struct Follower {
     directory: Directory,
 }
 
-async fn follow(nats: &str, id: ReplicaId) -> Result<Follower, BallastError> {
+async fn follow(nats: &str, id: ReplicaId, restore_from: RestoreFrom) -> Result<Follower, BallastError> {
     let client = connect(nats, &format!("ballast {id}"), CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
     let options = StreamOptions { create: false, ..StreamOptions::default() };
     let deadline = tokio::time::Instant::now() + CLUSTER_PATIENCE;
@@ -101,7 +124,9 @@ async fn follow(nats: &str, id: ReplicaId) -> Result<Follower, BallastError> {
         }
     };
     let log = Arc::new(JetStreamLog::new(&streams));
-    let replica_options = ReplicaOptions { cluster_id: Some(streams.cluster_id().clone()), ..ReplicaOptions::new(id) };
+    let cluster_id = Some(streams.cluster_id().clone());
+    let digests = Some(DigestExchange::new(&streams));
+    let replica_options = ReplicaOptions { cluster_id, restore_from, digests, ..ReplicaOptions::new(id) };
     let snapshots = Arc::new(JetStreamSnapshots::new(&streams));
     let replica = Replica::start(log, Some(snapshots), replica_options).await.map_err(|error| failed(&error))?;
     let directory = Directory::start(&streams);
@@ -111,7 +136,7 @@ async fn follow(nats: &str, id: ReplicaId) -> Result<Follower, BallastError> {
 /// Runs a workflow worker until told to stop, or until its replica can not go on.
 pub async fn workflow_worker(nats: &str, args: WorkflowWorkerArgs, out: Output) -> Result<(), BallastError> {
     let id = replica_id(args.id, "workflow-worker")?;
-    let follower = follow(nats, id.clone()).await?;
+    let follower = follow(nats, id.clone(), restore_from(args.restore_from)).await?;
     let mut failure = follower.replica.failure();
     let worker = WorkflowWorker::new(WorkflowWorkerOptions {
         streams: follower.streams,
@@ -329,6 +354,7 @@ impl Running {
 
 /// Runs everything in this process, with an embedded NATS server, until told to stop.
 pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
+    let given = settings::given(&args.config)?;
     std::fs::create_dir_all(&args.data).map_err(|error| {
         BallastError::invalid(format!("the data folder {} can not be made: {error}", args.data.display()))
     })?;
@@ -340,13 +366,14 @@ pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
     let mut server_options = ServerOptions::new(&nats_dir);
     server_options.port = args.port.unwrap_or(if is_new { 4222 } else { 0 });
     let server = EmbeddedServer::start(server_options).await.map_err(|error| failed(&error))?;
-    let ended = dev_services(&args, &data, last_seen, &server, out).await;
+    let ended = dev_services(&args, &given, &data, last_seen, &server, out).await;
     server.stop().await;
     ended
 }
 
 async fn dev_services(
     args: &DevArgs,
+    given: &Given,
     data: &Path,
     last_seen: Option<LastSeen>,
     server: &EmbeddedServer,
@@ -355,9 +382,12 @@ async fn dev_services(
     let nats = server.url();
     let mut gateway_options = GatewayOptions::new(nats.clone(), replica_id(None, "dev")?);
     gateway_options.http = Some(args.http);
+    gateway_options.restore_from = restore_from(args.restore_from);
+    give(&mut gateway_options, given);
     gateway_options.streams.last_seen = last_seen;
     let gateway = Gateway::open(gateway_options).await.map_err(|error| failed(&error))?;
     let handle = gateway.handle();
+    say_what_differs(&handle, given);
     let record = tokio::spawn(keep_record(handle.clone(), data.to_owned()));
     let gateway = Running::start(|shutdown| async move { gateway.run(shutdown).await.map_err(|error| failed(&error)) });
 

@@ -1,13 +1,13 @@
 //! Requests to the gateway's verbs over NATS: one deadline for a request and all its repeats, the same request id each
 //! time, and a sentence of its own for each way in which nobody answers (RFC, Concurrency, Consistency, and Error Handling).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_nats::client::RequestErrorKind;
 use async_nats::connection::State as ConnectionState;
-use ballast_schemas::{BallastError, ErrorCode, TenantId, subject};
+use ballast_schemas::{BallastError, COMMAND_WINDOW_MS, ClockReply, ErrorCode, LogTime, TenantId, subject};
 use ballast_transfer::Route;
 use bytes::Bytes;
 use serde::Serialize;
@@ -19,13 +19,25 @@ use uuid::Uuid;
 use crate::progress::Progress;
 
 /// Verbs that change nothing: they may be answered from any state that is recent enough.
-const QUERIES: &[&str] =
-    &["is_exist", "get_metadata", "get_size", "list", "get_upsert", "get_operation", "list_operations", "status"];
+const QUERIES: &[&str] = &[
+    "is_exist",
+    "get_metadata",
+    "get_size",
+    "list",
+    "get_upsert",
+    "get_operation",
+    "list_operations",
+    "clock",
+    "status",
+];
 /// One attempt is given up after this long; the request is then sent again.
 const ATTEMPT_MAX: Duration = Duration::from_secs(10);
 const BACK_OFF_MIN: Duration = Duration::from_millis(50);
 const BACK_OFF_MAX: Duration = Duration::from_secs(1);
 const CONNECT_ATTEMPT_MAX: Duration = Duration::from_secs(3);
+/// How long a reading of the log clock is used for. The clock never runs faster than time, so every mutation is good for at
+/// least [`COMMAND_WINDOW_MS`], and never beyond the time for which the fold remembers a repeat of it.
+const CLOCK_GOOD_FOR: Duration = Duration::from_secs(30);
 const PING_EVERY: Duration = Duration::from_secs(5);
 
 /// How to reach a cluster.
@@ -81,6 +93,8 @@ struct Shared {
     background: watch::Sender<usize>,
     /// The highest log sequence that an answer reflected: later queries see at least that.
     seen_seq: AtomicU64,
+    /// The log clock as a gateway told it, and when it was asked.
+    clock: Mutex<Option<(Instant, LogTime)>>,
 }
 
 impl Gateway {
@@ -122,6 +136,7 @@ impl Gateway {
                 waiting: options.waiting.clone(),
                 background: watch::Sender::new(0),
                 seen_seq: AtomicU64::new(0),
+                clock: Mutex::new(None),
             }),
         })
     }
@@ -167,7 +182,8 @@ impl Gateway {
         &self.shared.client
     }
 
-    /// Calls a verb for a tenant. A mutation carries one request id through all its repeats, so that it happens once.
+    /// Calls a verb for a tenant. A mutation carries one request id and one end through all its repeats, so that it happens
+    /// once, however late one of them arrives.
     ///
     /// # Errors
     /// What the gateway answers; `UNAVAILABLE` when nothing answers before the deadline.
@@ -191,14 +207,15 @@ impl Gateway {
         body: &Q,
         patience: Duration,
     ) -> Result<R, BallastError> {
-        let payload = self.payload(verb, body)?;
+        let mut payload = None;
         let subject = subject::verb(tenant, verb);
         let deadline = Instant::now() + patience;
         let mut back_off = BACK_OFF_MIN;
         let mut answered: Option<BallastError> = None;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let error = match self.attempt(&subject, payload.clone(), left.min(ATTEMPT_MAX)).await {
+            let attempt = self.attempt_call(&subject, verb, body, &mut payload, left.min(ATTEMPT_MAX));
+            let error = match attempt.await {
                 Err(error) if error.code == ErrorCode::Unavailable => error,
                 other => return other,
             };
@@ -220,7 +237,42 @@ impl Gateway {
         }
     }
 
-    fn payload<Q: Serialize>(&self, verb: &str, body: &Q) -> Result<Bytes, BallastError> {
+    /// One attempt of a call. `payload` is made by the first attempt that can, and stays.
+    async fn attempt_call<Q: Serialize, R: DeserializeOwned>(
+        &self,
+        subject: &str,
+        verb: &str,
+        body: &Q,
+        payload: &mut Option<Bytes>,
+        patience: Duration,
+    ) -> Result<R, BallastError> {
+        if payload.is_none() {
+            let not_after = match QUERIES.contains(&verb) {
+                true => None,
+                false => Some(self.not_after(patience).await?),
+            };
+            *payload = Some(self.payload(verb, body, not_after)?);
+        }
+        self.attempt(subject, payload.clone().unwrap_or_default(), patience).await
+    }
+
+    /// When a mutation that is sent now for the first time stops being good.
+    async fn not_after(&self, patience: Duration) -> Result<LogTime, BallastError> {
+        let asked_at = Instant::now();
+        let known = *self.shared.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        let clock = match known.filter(|(at, _)| asked_at.duration_since(*at) < CLOCK_GOOD_FOR) {
+            Some((_, clock)) => clock,
+            None => {
+                let subject = subject::verb(&self.shared.tenant, "clock");
+                let told: ClockReply = self.attempt(&subject, Bytes::new(), patience).await?;
+                *self.shared.clock.lock().unwrap_or_else(PoisonError::into_inner) = Some((asked_at, told.log_clock));
+                told.log_clock
+            }
+        };
+        Ok(clock.plus_ms(COMMAND_WINDOW_MS + CLOCK_GOOD_FOR.as_millis() as u64))
+    }
+
+    fn payload<Q: Serialize>(&self, verb: &str, body: &Q, not_after: Option<LogTime>) -> Result<Bytes, BallastError> {
         let wrong = |error: serde_json::Error| {
             BallastError::invalid(format!("the body of {verb} can not be written as JSON: {error}"))
         };
@@ -230,10 +282,10 @@ impl Gateway {
         };
         if !fields.contains_key("options") {
             let seen = self.shared.seen_seq.load(Ordering::Relaxed);
-            let options = match QUERIES.contains(&verb) {
-                true if seen == 0 => json!({}),
-                true => json!({"min_log_seq": seen}),
-                false => json!({"request_id": Uuid::new_v4().to_string()}),
+            let options = match not_after {
+                Some(not_after) => json!({"request_id": Uuid::new_v4().to_string(), "not_after": not_after}),
+                None if seen == 0 => json!({}),
+                None => json!({"min_log_seq": seen}),
             };
             fields.insert("options".to_owned(), options);
         }

@@ -31,6 +31,10 @@ const SMALL_BYTES: usize = 256 << 10;
 const GATHERED_BYTES: usize = 4 << 20;
 /// How long a failed put tries to abort its import before it tells of its failure.
 const ABORT_PATIENCE: Duration = Duration::from_secs(3);
+/// A node that has less room than the gateway thought is asked again once its figures are known: then there is room, or the
+/// gateway makes some or says why not.
+const ROOM_TRIES: u32 = 3;
+const FIGURES_AGE: Duration = Duration::from_millis(1_500);
 const CLAIM_LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// What to publish, as which revision.
@@ -120,7 +124,7 @@ impl PutWriter {
         let started = Instant::now();
         let (plan, units) = source.plan(&request.identity)?;
         let layout = GroupLayout::new(&plan.extents()).map_err(|error| BallastError::invalid(error.to_string()))?;
-        let begin = BeginImportRequest {
+        let mut begin = BeginImportRequest {
             identity: request.identity.clone(),
             session_id: new_session_id()?,
             ttl_ms: IMPORT_TTL_MS_DEFAULT,
@@ -130,18 +134,28 @@ impl PutWriter {
             reserved_bytes: layout.padded_bytes(),
             unit_count: plan.unit_count(),
         };
-        let work = match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
-            Ok((session, reply)) => match Upload::begin(gateway, &reply, &plan.extents()).await {
-                Ok(upload) => Work::Importing { session, upload },
-                Err(error) => {
-                    give_up(session).await;
-                    return Err(error);
+        // Giving up the import of a replacement's target would end the replacement.
+        let mut tries = if request.claim.is_none() { ROOM_TRIES } else { 1 };
+        let work = loop {
+            match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
+                Ok((session, reply)) => match Upload::begin(gateway, &reply, &plan.extents()).await {
+                    Ok(upload) => break Work::Importing { session, upload },
+                    Err(error) => {
+                        give_up(session).await;
+                        tries -= 1;
+                        if error.code != ErrorCode::CapacityExhausted || tries == 0 {
+                            return Err(error);
+                        }
+                        progress.waiting(error.message);
+                    }
+                },
+                Err(conflict) if conflict.code == ErrorCode::Conflict => {
+                    break existing(gateway, &request.identity, &plan, conflict).await?;
                 }
-            },
-            Err(conflict) if conflict.code == ErrorCode::Conflict => {
-                existing(gateway, &request.identity, &plan, conflict).await?
+                Err(error) => return Err(error),
             }
-            Err(error) => return Err(error),
+            tokio::time::sleep(FIGURES_AGE).await;
+            begin.session_id = new_session_id()?;
         };
         let (pieces, checksums) = (Pieces::new(&plan, &units), vec![None; units.len()]);
         let gathered = Gathered::default();

@@ -19,6 +19,8 @@ use crate::progress::Progress;
 const ABORT_PATIENCE: Duration = Duration::from_secs(10);
 /// How often somebody in the way is looked at again.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// How long a put into full memory waits for others to be demoted: a few cooldowns.
+const MAKING_ROOM_PATIENCE: Duration = Duration::from_secs(150);
 
 pub(crate) fn new_session_id() -> Result<SessionId, BallastError> {
     SessionId::new(Uuid::new_v4().to_string()).map_err(|error| BallastError::invalid(error.to_string()))
@@ -35,7 +37,8 @@ pub(crate) struct OpenSession {
 }
 
 impl OpenSession {
-    /// Opens a session, waiting up to `patience` while another session or the remains of one are in the way.
+    /// Opens a session, waiting up to `patience` while another session or the remains of one are in the way, and longer while
+    /// room is being made for it.
     pub(crate) async fn begin(
         gateway: &Gateway,
         request: &BeginImportRequest,
@@ -53,9 +56,11 @@ impl OpenSession {
             ended: false,
         };
         let begin = || gateway.call::<_, BeginImportReply>(&identity.tenant_id, "begin_import", request);
-        let reply = wait_while(progress, patience, in_the_way, begin).await.inspect_err(|error| {
-            session.ended = error.code != ErrorCode::Unavailable;
-        })?;
+        let undisturbed = || wait_while(progress, patience, in_the_way, &begin);
+        let reply =
+            wait_while(progress, MAKING_ROOM_PATIENCE, is_making_room, undisturbed).await.inspect_err(|error| {
+                session.ended = error.code != ErrorCode::Unavailable;
+            })?;
         session.renewer = Some(session.keep_alive(request.ttl_ms, send_lost));
         Ok((session, reply))
     }
@@ -150,6 +155,11 @@ fn in_the_way(error: &BallastError) -> bool {
         ErrorCode::NotReady => error.details.get("phase").and_then(Value::as_str) == Some("DELETING_BASE"),
         _ => false,
     }
+}
+
+/// A gateway has AUTO revisions demoted, so that there will be room.
+fn is_making_room(error: &BallastError) -> bool {
+    error.code == ErrorCode::CapacityExhausted && error.details["making_room"] == true
 }
 
 /// Repeats `attempt` while it fails with something that passes, for up to `patience`.

@@ -85,18 +85,27 @@ impl Context {
         command: Command,
     ) -> Result<(LogPosition, Reply), BallastError> {
         let id = options.request_id.as_deref().map_or_else(fresh_command_id, |id| command_id(&call.tenant, id));
-        self.submit_as(id, command).await
+        self.submit_as(id, options, command).await
     }
 
     /// As [`Context::submit`], for a command that the caller's own id (session, lease) makes safe to repeat and whose content
     /// may differ between repeats.
-    pub(crate) async fn submit_afresh(&self, command: Command) -> Result<(LogPosition, Reply), BallastError> {
-        self.submit_as(fresh_command_id(), command).await
+    pub(crate) async fn submit_afresh(
+        &self,
+        options: &RequestOptions,
+        command: Command,
+    ) -> Result<(LogPosition, Reply), BallastError> {
+        self.submit_as(fresh_command_id(), options, command).await
     }
 
-    async fn submit_as(&self, id: CommandId, command: Command) -> Result<(LogPosition, Reply), BallastError> {
+    async fn submit_as(
+        &self,
+        id: CommandId,
+        options: &RequestOptions,
+        command: Command,
+    ) -> Result<(LogPosition, Reply), BallastError> {
         let started = Instant::now();
-        let submitted = self.replica.submit_as(id, command).await;
+        let submitted = self.replica.submit_as(id, options.not_after, command).await;
         self.metrics.command_took(started.elapsed());
         let (position, outcome) = submitted.map_err(submit_error)?;
         Ok((position, outcome.map_err(BallastError::from)?))

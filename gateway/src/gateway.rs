@@ -10,9 +10,9 @@ use std::time::Duration;
 use async_nats::{Client, Subscriber};
 use ballast_journal::nodes::{Directory, NodeClient};
 use ballast_journal::{
-    ConnectError, EventPublisher, HintPublisher, JetStreamLog, JetStreamSnapshots, KeyError, Log, OpenStreamsError,
-    Replica, ReplicaError, ReplicaOptions, SnapshotRules, StreamOptions, Streams, UpkeepOptions, connect, open_streams,
-    token_key,
+    ConnectError, DigestExchange, EventPublisher, HintPublisher, JetStreamLog, JetStreamSnapshots, KeyError, Log,
+    OpenStreamsError, Replica, ReplicaError, ReplicaOptions, RestoreFrom, SnapshotRules, StreamOptions, Streams,
+    UpkeepOptions, connect, open_streams, token_key,
 };
 use ballast_schemas::{Capability, ClusterConfig, CreateCluster, ReplicaId};
 use tokio::net::TcpListener;
@@ -49,6 +49,8 @@ pub struct GatewayOptions {
     /// Families that are confirmed when this gateway creates the cluster. A new log has no older replica that could not
     /// fold them, so by default all are.
     pub capabilities: Vec<Capability>,
+    /// Which snapshot to start from.
+    pub restore_from: RestoreFrom,
     /// When snapshots are written and what of the log is kept.
     pub snapshots: SnapshotRules,
     /// Requests worked on at once; beyond that they are refused as UNAVAILABLE.
@@ -68,6 +70,7 @@ impl GatewayOptions {
             streams: StreamOptions::default(),
             config: ClusterConfig::default(),
             capabilities: Capability::ALL.to_vec(),
+            restore_from: RestoreFrom::Newest,
             snapshots: SnapshotRules::default(),
             requests_in_flight_max: 4096,
             request_deadline: Duration::from_secs(15),
@@ -186,7 +189,9 @@ impl Gateway {
         let replica_options = ReplicaOptions {
             cluster_id: Some(streams.cluster_id().clone()),
             create: Some(create),
+            restore_from: options.restore_from,
             events: Some(sink),
+            digests: Some(DigestExchange::new(&streams)),
             upkeep: UpkeepOptions { snapshots: Some(options.snapshots), ..UpkeepOptions::default() },
             ..ReplicaOptions::new(options.replica_id.clone())
         };

@@ -78,8 +78,10 @@ async fn ready(State(pages): State<Pages>) -> Response {
 async fn metrics(State(pages): State<Pages>) -> Response {
     let bounds = tokio::time::timeout(LOG_PATIENCE, pages.log.bounds()).await.ok().and_then(Result::ok);
     let nodes = pages.context.directory.nodes();
-    let (folded, counts) = pages.context.replica.read(|state| (state.log_seq(), state.counts()));
-    match pages.context.metrics.scrape(folded, &counts, bounds.as_ref(), &nodes) {
+    let look =
+        |state: &ballast_workflows::State| (state.log_seq(), state.counts(), state.automatic_migrations().clone());
+    let (folded, counts, automatic) = pages.context.replica.read(look);
+    match pages.context.metrics.scrape(folded, &counts, &automatic, bounds.as_ref(), &nodes) {
         Ok(text) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
             .into_response(),
         Err(error) => {

@@ -13,6 +13,7 @@ mod inbox;
 mod metrics;
 mod placement;
 mod request;
+mod room;
 mod service;
 mod tokens;
 mod verbs;

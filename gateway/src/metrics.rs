@@ -1,13 +1,15 @@
 //! The gateway's figures in the OpenMetrics format. Counters and histograms grow as things happen; what the folded state, the
 //! log and the nodes say is read when somebody asks (RFC, Observability).
 
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ballast_journal::LogBounds;
-use ballast_schemas::{Availability, ClaimPhase, NodeStatus, Residency, UpsertMode};
-use ballast_workflows::Counts;
+use ballast_schemas::{Availability, ClaimPhase, MigrationTrigger, NodeStatus, Residency, UpsertMode};
+use ballast_workflows::{AutomaticMigrations, Counts};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -44,6 +46,7 @@ struct Seen {
     active_operations: Gauge,
     active_leases: Gauge,
     claims: Family<Labels, Gauge>,
+    automatic: Family<Labels, Counter>,
     folded_seq: Gauge,
     log_last_seq: Gauge,
     log_lag: Gauge,
@@ -52,6 +55,8 @@ struct Seen {
     nodes: Gauge,
     node_memory: Family<Labels, Gauge>,
     node_cold: Family<Labels, Gauge>,
+    node_objects: Family<Labels, Gauge>,
+    guard_skips: Family<Labels, Counter>,
 }
 
 impl fmt::Debug for Metrics {
@@ -92,6 +97,11 @@ impl Metrics {
         r.register("operations_active", "Operations that have not ended", seen.active_operations.clone());
         r.register("leases_active", "Leases that have not ended", seen.active_leases.clone());
         r.register("replacement_claims", "Latest claims of all lineages by mode and phase", seen.claims.clone());
+        r.register(
+            "automatic_migrations",
+            "AUTO migrations that reached their target, by trigger and direction (PROMOTION, DEMOTION)",
+            seen.automatic.clone(),
+        );
         r.register("log_folded_seq", "Last log sequence that this replica has folded", seen.folded_seq.clone());
         r.register("log_last_seq", "Last sequence of the log", seen.log_last_seq.clone());
         r.register("log_fold_lag", "Log entries that this replica has yet to fold", seen.log_lag.clone());
@@ -114,6 +124,17 @@ impl Metrics {
             "Cold tier by node and kind (capacity, used)",
             Unit::Bytes,
             seen.node_cold.clone(),
+        );
+        r.register_with_unit(
+            "node_objects",
+            "Ordinary objects by node, charged to its memory tier",
+            Unit::Bytes,
+            seen.node_objects.clone(),
+        );
+        r.register(
+            "managed_group_guard_skips",
+            "Keys of managed groups that a generic path met and left alone, by node and path, since the node started",
+            seen.guard_skips.clone(),
         );
         Self { registry, requests, request_time, command_time, in_flight, seen, scraping: Mutex::new(()) }
     }
@@ -140,12 +161,14 @@ impl Metrics {
         &self,
         folded_seq: u64,
         counts: &Counts,
+        automatic: &Automatic,
         log: Option<&LogBounds>,
         nodes: &[NodeStatus],
     ) -> Result<String, fmt::Error> {
         // It guards nothing that a panic could leave half done.
         let _alone = self.scraping.lock().unwrap_or_else(PoisonError::into_inner);
         self.seen.set(folded_seq, counts, log, nodes);
+        self.seen.set_automatic(automatic);
         let mut text = String::new();
         encode(&mut text, &self.registry)?;
         Ok(text)
@@ -153,6 +176,17 @@ impl Metrics {
 }
 
 impl Seen {
+    /// The log counts them; a counter here starts at what the log has counted so far.
+    fn set_automatic(&self, automatic: &Automatic) {
+        self.automatic.clear();
+        for (trigger, counts) in automatic {
+            for (direction, count) in [("PROMOTION", counts.promotions), ("DEMOTION", counts.demotions)] {
+                let labels = vec![("trigger", trigger.name().to_owned()), ("direction", direction.to_owned())];
+                self.automatic.get_or_create(&labels).inc_by(count);
+            }
+        }
+    }
+
     fn set(&self, folded_seq: u64, counts: &Counts, log: Option<&LogBounds>, nodes: &[NodeStatus]) {
         let one = |name, value: &str| vec![(name, value.to_owned())];
         for availability in Availability::ALL {
@@ -183,15 +217,27 @@ impl Seen {
         // Nodes come and go: the gone ones must not stand there with their last figures.
         self.node_memory.clear();
         self.node_cold.clear();
+        self.node_objects.clear();
+        self.guard_skips.clear();
         for status in nodes {
             let labels = |kind: &str| vec![("node", status.endpoint.node.to_string()), ("kind", kind.to_owned())];
             self.node_memory.get_or_create(&labels("capacity")).set(signed(status.memory_capacity_bytes));
             self.node_memory.get_or_create(&labels("used")).set(signed(status.memory_used_bytes));
             self.node_cold.get_or_create(&labels("capacity")).set(signed(status.cold_capacity_bytes));
             self.node_cold.get_or_create(&labels("used")).set(signed(status.cold_used_bytes));
+            let node = one("node", status.endpoint.node.as_str());
+            self.node_objects.get_or_create(&node).set(signed(status.objects.bytes));
+            for (path, count) in &status.objects.guard_skips {
+                let labels = vec![("node", status.endpoint.node.to_string()), ("path", path.clone())];
+                // The node counts; this is its count.
+                self.guard_skips.get_or_create(&labels).inner().store(*count, Ordering::Relaxed);
+            }
         }
     }
 }
+
+/// What the folded log counts of automatic migrations.
+type Automatic = BTreeMap<MigrationTrigger, AutomaticMigrations>;
 
 /// Gauges are signed.
 fn signed(value: u64) -> i64 {
@@ -223,7 +269,9 @@ mod tests {
         counts.revisions.insert(Availability::Ready, 3);
         counts.claims.insert((UpsertMode::PutFirst, ClaimPhase::RetiringBase), 1);
         let bounds = LogBounds { first_seq: 1, last_seq: 12, bytes: 900, bytes_max: Some(1000) };
-        let text = metrics.scrape(10, &counts, Some(&bounds), &[]).unwrap();
+        let counted = AutomaticMigrations { promotions: 0, demotions: 2 };
+        let automatic = Automatic::from([(MigrationTrigger::Pressure, counted)]);
+        let text = metrics.scrape(10, &counts, &automatic, Some(&bounds), &[]).unwrap();
         for line in [
             "ballast_gateway_requests_total{verb=\"list\",outcome=\"BUSY\"} 1",
             "ballast_gateway_request_time_seconds_count{verb=\"list\"} 2",
@@ -231,6 +279,7 @@ mod tests {
             "ballast_revisions{availability=\"READY\"} 3",
             "ballast_revisions{availability=\"DELETED\"} 0",
             "ballast_replacement_claims{mode=\"PUT_FIRST\",phase=\"RETIRING_BASE\"} 1",
+            "ballast_automatic_migrations_total{trigger=\"PRESSURE\",direction=\"DEMOTION\"} 2",
             "ballast_log_fold_lag 2",
             "ballast_log_size_bytes 900",
         ] {
@@ -238,6 +287,6 @@ mod tests {
         }
         assert!(text.ends_with("# EOF\n"));
         drop(working);
-        assert!(metrics.scrape(10, &counts, None, &[]).unwrap().contains("requests_in_flight 0"));
+        assert!(metrics.scrape(10, &counts, &automatic, None, &[]).unwrap().contains("requests_in_flight 0"));
     }
 }

@@ -46,7 +46,7 @@ impl Promises {
 }
 
 /// Whether the node takes part in this cluster.
-fn serves(status: &NodeStatus, cluster_id: &ClusterId) -> bool {
+pub(crate) fn serves(status: &NodeStatus, cluster_id: &ClusterId) -> bool {
     status.not_serving.is_none() && status.cluster_id.as_ref() == Some(cluster_id)
 }
 
@@ -171,6 +171,7 @@ mod tests {
             cold_engine: "none".into(),
             instances: 0,
             quarantined: 0,
+            objects: ballast_schemas::ObjectCounts::default(),
             labels: BTreeMap::new(),
         }
     }

@@ -7,11 +7,13 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking"))]
 
+mod agreement;
 mod appender;
 mod connection;
 mod events;
 mod follow;
 mod hints;
+mod history;
 mod inventory;
 mod jetstream_log;
 mod keys;
@@ -25,9 +27,11 @@ mod snapshots;
 mod streams;
 mod upkeep;
 
+pub use agreement::DigestExchange;
 pub use connection::{ConnectError, connect};
 pub use events::{EventFilter, EventPublisher, EventReader, EventSink, EventStart, FollowedEvent};
 pub use hints::{Hint, HintPublisher, HintReader};
+pub use history::{Decided, History, HistoryEntry, HistoryError, StoredSnapshot, Walk};
 pub use inventory::{InventoryUpdate, InventoryWatch, PublishInventoryError, publish_inventory, withdraw_inventory};
 pub use jetstream_log::JetStreamLog;
 pub use keys::{KeyError, TokenKey, token_key};
@@ -42,5 +46,5 @@ pub use snapshots::{
     JetStreamSnapshots, MemorySnapshots, RestoreFrom, SnapshotError, SnapshotName, SnapshotStore, decode_snapshot,
     encode_snapshot,
 };
-pub use streams::{LastSeen, OpenStreamsError, StreamOptions, Streams, open_streams};
+pub use streams::{LastSeen, OpenStreamsError, StreamOptions, Streams, open_streams, view_streams};
 pub use upkeep::{SnapshotRules, UpkeepError, UpkeepOptions};

@@ -8,16 +8,18 @@
 mod error;
 mod folding;
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use ballast_schemas::{
-    COMMAND_WINDOW_MS, ClusterId, Command, CommandId, CommandRecord, CreateCluster, LogPosition, Outcome, ReplicaId,
+    COMMAND_WINDOW_MS, ClusterId, Command, CommandId, CommandRecord, CreateCluster, Digest, LogPosition, LogTime,
+    Outcome, ReplicaId,
 };
 use ballast_workflows::State;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
+use crate::agreement::{Chains, DigestExchange};
 use crate::appender::{Appender, Pending, Waiters};
 use crate::events::EventSink;
 use crate::log::Log;
@@ -42,6 +44,8 @@ pub struct ReplicaOptions {
     pub restore_from: RestoreFrom,
     /// Where the events go; `None` = nowhere.
     pub events: Option<EventSink>,
+    /// Where digests are compared with other replicas'; `None` = nowhere.
+    pub digests: Option<DigestExchange>,
     /// Ticks, snapshots and trimming.
     pub upkeep: UpkeepOptions,
 }
@@ -55,6 +59,7 @@ impl ReplicaOptions {
             create: None,
             restore_from: RestoreFrom::Newest,
             events: None,
+            digests: None,
             upkeep: UpkeepOptions::default(),
         }
     }
@@ -91,6 +96,8 @@ pub(crate) struct Shared {
     folded: watch::Sender<u64>,
     failure: watch::Sender<Option<Arc<ReplicaError>>>,
     waiters: Arc<Waiters>,
+    /// For [`crate::agreement`]; whatever this replica says of itself is in here.
+    pub chains: Mutex<Chains>,
     /// The newest entries' times, and the committed snapshots, for trimming.
     pub ledger: Ledger,
 }
@@ -103,6 +110,11 @@ impl Shared {
 
     pub(crate) fn folded(&self) -> watch::Receiver<u64> {
         self.folded.subscribe()
+    }
+
+    /// The digest after an entry that was folded not long ago.
+    pub(crate) fn chain_at(&self, seq: u64) -> Option<Digest> {
+        self.chains.lock().unwrap_or_else(PoisonError::into_inner).at(seq)
     }
 
     fn fail(&self, error: ReplicaError) {
@@ -122,6 +134,7 @@ impl Replica {
         let bounds = folding::create_if_new(&*log, &options).await?;
         let state = folding::restore_state(snapshots.as_deref(), &options, bounds).await?;
         let at = state.log_seq();
+        let chains = Mutex::new(Chains::since(&state));
         let waiters = Arc::new(Waiters::default());
         let ledger = Ledger::new(options.upkeep.snapshots.map_or(Duration::ZERO, |rules| rules.keep));
         let shared = Arc::new(Shared {
@@ -132,6 +145,7 @@ impl Replica {
             folded: watch::Sender::new(at),
             failure: watch::Sender::new(None),
             waiters: Arc::clone(&waiters),
+            chains,
             ledger,
         });
         let appender = Appender::start(Arc::clone(&log), waiters);
@@ -168,17 +182,20 @@ impl Replica {
 
     /// Appends a command under a fresh id and returns its position and outcome once this replica has folded it.
     pub async fn submit(&self, command: Command) -> Result<(LogPosition, Outcome), SubmitError> {
-        self.submit_as(fresh_command_id(), command).await
+        self.submit_as(fresh_command_id(), None, command).await
     }
 
-    /// As [`Replica::submit`] under the caller's id: a repeat within a minute hears the first outcome.
-    pub async fn submit_as(&self, id: CommandId, command: Command) -> Result<(LogPosition, Outcome), SubmitError> {
-        self.submit_record(self.stamp(id, command)).await
-    }
-
-    /// Stamps a command with the time after which the fold refuses it: a minute of log time from now.
-    pub fn stamp(&self, id: CommandId, command: Command) -> CommandRecord {
-        CommandRecord { id, not_after: self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS), command }
+    /// As [`Replica::submit`] under the caller's id: a repeat within a minute hears the first outcome. The fold refuses it
+    /// after `not_after`, and in any case a minute of log time from now.
+    pub async fn submit_as(
+        &self,
+        id: CommandId,
+        not_after: Option<LogTime>,
+        command: Command,
+    ) -> Result<(LogPosition, Outcome), SubmitError> {
+        let stamp = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
+        let not_after = not_after.map_or(stamp, |given| given.min(stamp));
+        self.submit_record(CommandRecord { id, not_after, command }).await
     }
 
     /// Appends a stamped command; sending the same record again is safe.

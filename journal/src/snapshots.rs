@@ -64,7 +64,7 @@ impl FromStr for SnapshotName {
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error(
-        "snapshot {name} cannot be used: {reason}; restore from an older one with `--from`, it is never skipped by itself"
+        "snapshot {name} cannot be used: {reason}; it is never skipped by itself: `ballast snapshots` lists the others, and `--restore-from SEQ` starts from one of them"
     )]
     Damaged { name: String, reason: String },
     #[error("there is no snapshot at sequence {wanted}; there are: {present}")]
@@ -205,11 +205,17 @@ pub(crate) async fn restore(store: &dyn SnapshotStore, from: RestoreFrom) -> Res
         _ => names.last().cloned(),
     };
     let Some(name) = chosen else { return Ok(None) };
-    let bytes = store.get(name.clone()).await?;
-    let bytes = bytes
-        .ok_or_else(|| SnapshotError::Damaged { name: name.to_string(), reason: "its bytes are gone".to_owned() })?;
-    let decoded = tokio::task::spawn_blocking(move || decode_snapshot(&name, &bytes)).await;
-    decoded.map_err(|error| SnapshotError::Encode { reason: error.to_string() })?.map(Some)
+    let stored = store.get(name.clone()).await?;
+    checked(&name, stored).await.map(Some)
+}
+
+/// The state in a snapshot, if it is exactly what its name says.
+pub(crate) async fn checked(name: &SnapshotName, stored: Option<Bytes>) -> Result<State, SnapshotError> {
+    let damaged = |reason: String| SnapshotError::Damaged { name: name.to_string(), reason };
+    let stored = stored.ok_or_else(|| damaged("its bytes are gone".to_owned()))?;
+    let decoding = name.clone();
+    let decoded = tokio::task::spawn_blocking(move || decode_snapshot(&decoding, &stored)).await;
+    decoded.map_err(|ended| damaged(format!("the check of it ended: {ended}")))?
 }
 
 /// Snapshots in the JetStream object store.

@@ -178,6 +178,14 @@ pub async fn open_streams(client: Client, options: &StreamOptions) -> Result<Str
     Ok(Streams { client, context, cluster_id, replicas: options.replicas })
 }
 
+/// The cluster's streams for somebody who only looks: nothing is made, and only the log must be there.
+pub async fn view_streams(client: Client) -> Result<Streams, OpenStreamsError> {
+    let context = api_context(&client);
+    let log = stream_info(&context, LOG_STREAM).await?.ok_or(OpenStreamsError::NoCluster)?;
+    let cluster_id = cluster_of(&log).ok_or_else(|| OpenStreamsError::Foreign { stream: LOG_STREAM.to_owned() })?;
+    Ok(Streams { client, context, cluster_id, replicas: log.config.num_replicas })
+}
+
 /// A JetStream context whose API calls end after [`API_TIMEOUT`].
 pub(crate) fn api_context(client: &Client) -> Context {
     let mut context = jetstream::new(client.clone());

@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_schemas::{AnnounceReplica, COMMAND_WINDOW_MS, Command, CommandRecord, SnapshotCommitted, TICK_SILENCE_MS};
-use ballast_workflows::State;
+use ballast_workflows::{FOLD_VERSION, State};
 use rand::RngExt;
 use tokio::task::JoinHandle;
 
 use crate::appender::Appender;
 use crate::log::LogError;
 use crate::replica::{SUBMIT_PATIENCE, Shared, SubmitError, enqueue, fresh_command_id};
-use crate::snapshots::{SnapshotError, SnapshotName, prune, write_verified};
+use crate::snapshots::{RestoreFrom, SnapshotError, SnapshotName, prune, write_verified};
 
 /// The command families that this build folds.
 const FAMILIES: [u8; 6] = [0, 8, 9, 10, 11, 12];
@@ -197,6 +197,7 @@ async fn announce(shared: Arc<Shared>, appender: Appender) {
         replica_id: shared.options.replica_id.clone(),
         families: FAMILIES.to_vec(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        fold_version: FOLD_VERSION,
     };
     loop {
         let again_after = match append(&shared, &appender, Command::AnnounceReplica(announcement.clone())).await {
@@ -246,15 +247,19 @@ async fn append(shared: &Shared, appender: &Appender, command: Command) -> Resul
 async fn snapshot_by_rules(shared: Arc<Shared>, appender: Appender, rules: SnapshotRules) {
     // When this replica last saw another snapshot committed.
     let (mut last, mut since) = (newest_committed(&shared), Instant::now());
+    // Whoever was told to start from an older snapshot passed over a newer one that is of no use: a fresh one takes its place,
+    // so that others start without being told.
+    let mut takes_a_place = matches!(shared.options.restore_from, RestoreFrom::Seq(_));
     let mut is_due = || {
         let committed = newest_committed(&shared);
         if committed != last {
             (last, since) = (committed, Instant::now());
+            takes_a_place = false;
         }
         let entries = shared.read(State::log_seq).saturating_sub(committed);
         let is_old = since.elapsed() >= rules.every || shared.ledger.half_full();
         // The snapshot's own commit is an entry too; alone it is no reason for another.
-        entries >= rules.every_entries.max(2) || (entries >= 2 && is_old)
+        takes_a_place || entries >= rules.every_entries.max(2) || (entries >= 2 && is_old)
     };
     let jitter_ms = SNAPSHOT_JITTER_MS.min(u64::try_from(rules.every.as_millis()).unwrap_or(u64::MAX));
     loop {

@@ -15,6 +15,7 @@ use crate::node::{NodeEndpoint, NodeStatus};
 use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{LeaseId, OperationId, SessionId};
 use crate::state::{Residency, UpsertMode};
+use crate::time::LogTime;
 
 /// Of the place where a request is wrong; names in it may be the caller's own.
 const PATH_CHARS_SHOWN: usize = 100;
@@ -45,6 +46,7 @@ pub const VERBS: &[&str] = &[
     "retry_operation",
     "remove",
     "purge",
+    "clock",
     "status",
 ];
 
@@ -66,6 +68,10 @@ pub struct RequestOptions {
     /// Idempotency key of a mutation; a random one otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
+    /// Of a mutation: refused after this moment of the log clock (`clock` tells it), however late the request arrives. Good
+    /// for a minute and a half at most; without it, a minute from when a gateway reads the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_after: Option<LogTime>,
     /// Answer only after having folded this sequence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_log_seq: Option<u64>,
@@ -468,8 +474,16 @@ body! {
 }
 
 body! {
-    /// `status`: nothing to say.
+    /// `clock` and `status`: nothing to say.
     StatusRequest {}
+}
+
+body! {
+    /// Reply to `clock`.
+    ClockReply {
+        /// The log clock as this gateway has folded it: what `options.not_after` is measured on.
+        log_clock: LogTime,
+    }
 }
 
 body! {

@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::ClusterConfig;
 use crate::digest::Digest;
 use crate::identity::{LineageKey, RevisionIdentity, TenantId};
 use crate::limits::{IMPORT_TTL_MS_DEFAULT, LEASE_TTL_MS_DEFAULT};
@@ -37,6 +38,7 @@ pub enum Command {
     AnnounceReplica(AnnounceReplica),
     ConfirmCapability(ConfirmCapability),
     SnapshotCommitted(SnapshotCommitted),
+    RaiseFoldVersion(RaiseFoldVersion),
     // Revision metadata: family 8.
     BeginImport(BeginImport),
     RenewImport(RenewImport),
@@ -52,6 +54,7 @@ pub enum Command {
     ReleaseLease(ReleaseLease),
     // Operations: family 10.
     StartMigration(StartMigration),
+    RelievePressure(RelievePressure),
     ClaimOperation(ClaimOperation),
     RenewClaim(RenewClaim),
     OperationAdvanced(OperationAdvanced),
@@ -84,7 +87,8 @@ impl Command {
             | C::SetConfig(_)
             | C::AnnounceReplica(_)
             | C::ConfirmCapability(_)
-            | C::SnapshotCommitted(_) => 0,
+            | C::SnapshotCommitted(_)
+            | C::RaiseFoldVersion(_) => 0,
             C::BeginImport(_)
             | C::RenewImport(_)
             | C::CommitImport(_)
@@ -95,6 +99,7 @@ impl Command {
             | C::RevisionRecovered(_) => 8,
             C::AcquireLease(_) | C::RenewLease(_) | C::ReleaseLease(_) => 9,
             C::StartMigration(_)
+            | C::RelievePressure(_)
             | C::ClaimOperation(_)
             | C::RenewClaim(_)
             | C::OperationAdvanced(_)
@@ -125,54 +130,6 @@ pub struct CreateCluster {
     pub capabilities: Vec<Capability>,
 }
 
-/// Cluster-wide settings (RFC, Configuration). A published revision always uses its own persisted policy.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ClusterConfig {
-    /// For revisions whose caller gives none.
-    pub default_policy: WeightStoragePolicy,
-    /// Shortest time between two AUTO migrations of one revision.
-    pub migration_cooldown_ms: u64,
-    /// Units of one migration round.
-    pub migration_max_members_per_round: u32,
-    /// Logical bytes of one migration round.
-    pub migration_max_bytes_per_round: u64,
-    /// Units of one deletion batch.
-    pub deletion_max_members_per_round: u32,
-}
-
-impl Default for ClusterConfig {
-    fn default() -> Self {
-        Self {
-            default_policy: WeightStoragePolicy::default(),
-            migration_cooldown_ms: 30_000,
-            migration_max_members_per_round: 64,
-            migration_max_bytes_per_round: 1 << 30,
-            deletion_max_members_per_round: 64,
-        }
-    }
-}
-
-impl ClusterConfig {
-    /// Refuses what would stop every migration.
-    ///
-    /// # Errors
-    /// Naming the key that is zero.
-    pub fn validate(&self) -> Result<(), String> {
-        let zero = |key: &str| Err(format!("{key} is 0; it must be at least 1"));
-        if self.migration_max_members_per_round == 0 {
-            return zero("weight_migration_max_members_per_round");
-        }
-        if self.migration_max_bytes_per_round == 0 {
-            return zero("weight_migration_max_bytes_per_round");
-        }
-        if self.deletion_max_members_per_round == 0 {
-            return zero("weight_deletion_max_members_per_round");
-        }
-        Ok(())
-    }
-}
-
 /// A replica says which families it can fold.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AnnounceReplica {
@@ -182,6 +139,31 @@ pub struct AnnounceReplica {
     pub families: Vec<u8>,
     /// Its build.
     pub version: String,
+    /// The newest rules it knows. Left out of the log while it is 1, so that every build digests such an entry alike.
+    #[serde(default = "first_fold_version", skip_serializing_if = "is_first_fold_version")]
+    pub fold_version: u32,
+}
+
+/// The rules that every log begins with.
+pub const FOLD_VERSION_FIRST: u32 = 1;
+
+/// What a replica knows that did not say: the first rules.
+#[must_use]
+pub fn first_fold_version() -> u32 {
+    FOLD_VERSION_FIRST
+}
+
+/// Whether a version is left out.
+#[must_use]
+pub fn is_first_fold_version(version: &u32) -> bool {
+    *version == FOLD_VERSION_FIRST
+}
+
+/// Folds every later entry by newer rules.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RaiseFoldVersion {
+    /// Which.
+    pub fold_version: u32,
 }
 
 /// Opens a gate.
@@ -378,6 +360,22 @@ pub struct StartMigration {
     pub trigger: MigrationTrigger,
 }
 
+/// Starts a round of migrations because of a node's memory (RFC, Automatic Migration). Which AUTO revisions move, and one step
+/// of how far, follows from the state alone; of commands that race, one takes effect.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RelievePressure {
+    /// Whose memory.
+    pub node: NodeId,
+    /// The node's round that the sender saw; when another began since, nothing happens.
+    pub round: u64,
+    /// PRESSURE: a step towards COLD, oldest access first. `PRESSURE_RELIEF`: back to what is preferred, newest first.
+    pub trigger: MigrationTrigger,
+    /// Bytes of memory to release, or to fill at most.
+    pub bytes: u64,
+    /// Bytes that the node's cold tier has free.
+    pub cold_free_bytes: u64,
+}
+
 /// A worker takes an operation: the answer is an epoch and a lease in log time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClaimOperation {
@@ -559,6 +557,50 @@ impl Command {
             _ => return None,
         };
         Some(&identity.tenant_id)
+    }
+}
+
+impl Command {
+    /// The revisions that the command names.
+    #[must_use]
+    pub fn revisions(&self) -> Vec<&RevisionIdentity> {
+        use Command as C;
+        match self {
+            C::BeginImport(c) => vec![&c.identity],
+            C::RenewImport(c) => vec![&c.identity],
+            C::CommitImport(c) => vec![&c.identity],
+            C::AbortImport(c) => vec![&c.identity],
+            C::UpdatePolicy(c) => vec![&c.identity],
+            C::Remove(c) => vec![&c.identity],
+            C::RevisionDegraded(c) => vec![&c.identity],
+            C::RevisionRecovered(c) => vec![&c.identity],
+            C::AcquireLease(c) => vec![&c.identity],
+            C::RenewLease(c) => vec![&c.identity],
+            C::ReleaseLease(c) => vec![&c.identity],
+            C::StartMigration(c) => vec![&c.identity],
+            C::PurgeTombstone(c) => vec![&c.identity],
+            C::BeginReplacement(c) => vec![&c.base, &c.target],
+            _ => Vec::new(),
+        }
+    }
+
+    /// The operation that the command names.
+    #[must_use]
+    pub fn operation(&self) -> Option<&OperationId> {
+        use Command as C;
+        match self {
+            C::ClaimOperation(c) => Some(&c.operation_id),
+            C::RenewClaim(c) => Some(&c.operation_id),
+            C::OperationAdvanced(c) => Some(&c.operation_id),
+            C::OperationAttemptFailed(c) => Some(&c.operation_id),
+            C::ParkOperation(c) => Some(&c.operation_id),
+            C::AuthorizeRelease(c) => Some(&c.operation_id),
+            C::OperationFinished(c) => Some(&c.operation_id),
+            C::DeletionFinished(c) => Some(&c.operation_id),
+            C::ReplacementAdvanced(c) => Some(&c.operation_id),
+            C::PauseOperation(id) | C::ResumeOperation(id) | C::CancelOperation(id) | C::RetryOperation(id) => Some(id),
+            _ => None,
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 mod affinity;
 mod api;
 mod command;
+mod config;
 mod digest;
 mod envelope;
 mod error;
@@ -17,6 +18,7 @@ mod limits;
 pub mod manifest;
 mod metadata;
 mod node;
+mod object;
 mod outcome;
 pub mod placement;
 mod policy;
@@ -24,10 +26,12 @@ mod position;
 mod state;
 pub mod subject;
 mod time;
+mod units;
 
 pub use affinity::{AffinityIndex, AffinityUnit, affinity_digest, affinity_id};
 pub use api::*;
 pub use command::*;
+pub use config::*;
 pub use digest::{Digest, hash_list, hash_prefixed};
 pub use envelope::{Envelope, EnvelopeError};
 pub use error::{BallastError, ErrorCode};
@@ -39,6 +43,7 @@ pub use inventory::{Bitmap, GroupInventory, NodeInventory, UnitRange, total_unit
 pub use limits::*;
 pub use metadata::*;
 pub use node::*;
+pub use object::*;
 pub use outcome::{Outcome, Rejection, Reply};
 pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
 pub use position::{
@@ -46,3 +51,4 @@ pub use position::{
 };
 pub use state::*;
 pub use time::LogTime;
+pub use units::{human_bytes, human_ms};

@@ -42,3 +42,9 @@ pub const BACK_OFF_MS_MIN: u64 = 1_000;
 pub const BACK_OFF_MS_MAX: u64 = 30_000;
 /// Bytes of one request's free text (holder, reason).
 pub const TEXT_BYTES_MAX: usize = 1024;
+/// Bytes of one ordinary object: it travels in one NATS message.
+pub const OBJECT_BYTES_MAX: usize = 768 * 1024;
+/// Bytes of an ordinary object's key.
+pub const OBJECT_KEY_BYTES_MAX: usize = 1024;
+/// Objects on one page of a listing.
+pub const OBJECT_LIST_MAX: usize = 500;

@@ -7,6 +7,7 @@ use crate::affinity::AffinityIndex;
 use crate::command::Receipt;
 use crate::error::BallastError;
 use crate::inventory::{NodeInventory, UnitRange};
+use crate::object::ObjectCounts;
 use crate::position::{ClusterId, InstanceId, LogPosition, NodeId, SessionId};
 
 /// Where a node's data plane listens.
@@ -35,7 +36,7 @@ pub struct NodeStatus {
     pub not_serving: Option<String>,
     /// Bytes of the memory tier.
     pub memory_capacity_bytes: u64,
-    /// Bytes of it that are reserved.
+    /// Bytes of it that are reserved for managed groups. Ordinary objects are not counted: they give way.
     pub memory_used_bytes: u64,
     /// `tmpfs, huge pages` or `tmpfs, 4 KiB pages (why)`.
     pub memory_kind: String,
@@ -49,6 +50,9 @@ pub struct NodeStatus {
     pub instances: u32,
     /// Instances it keeps but does not serve, because the log does not know them.
     pub quarantined: u32,
+    /// Its ordinary objects.
+    #[serde(default)]
+    pub objects: ObjectCounts,
     /// Free labels.
     pub labels: std::collections::BTreeMap<String, String>,
 }

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use crate::error::{BallastError, ErrorCode};
 use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
+use crate::position::OperationId;
 use crate::time::LogTime;
 
 /// What an accepted command answers.
@@ -29,6 +30,8 @@ pub enum Reply {
     Claim(Box<ReplacementClaim>),
     /// The log clock at the entry.
     Clock(LogTime),
+    /// The migrations that a round started; none when the round was over already, or nothing may move now.
+    Round(Vec<OperationId>),
 }
 
 /// Why a command was not accepted.

@@ -227,3 +227,14 @@ wire_enum! {
         WeightLineage = 1 as "weight_lineage",
     }
 }
+
+impl Capability {
+    /// The command families behind this gate.
+    #[must_use]
+    pub fn families(self) -> &'static [u8] {
+        match self {
+            Self::WeightManagement => &[8, 9, 10, 11],
+            Self::WeightLineage => &[12],
+        }
+    }
+}

@@ -35,6 +35,8 @@ pub const SNAPSHOTS_BUCKET: &str = "BALLAST_SNAPSHOTS";
 pub const KEYS_BUCKET: &str = "BALLAST_KEYS";
 /// Where nodes introduce themselves to a gateway.
 pub const HELLO_SUBJECT: &str = "ballast.cluster.hello";
+/// Where replicas tell each other what they decided.
+pub const DIGEST_SUBJECT: &str = "ballast.cluster.digest";
 /// Every node's status.
 pub const NODE_STATUS_SUBJECTS: &str = "ballast.node.*.status";
 
@@ -104,6 +106,12 @@ pub fn node_status(node: &NodeId) -> String {
 #[must_use]
 pub fn node_control(node: &NodeId) -> String {
     format!("ballast.node.{}.ctl", token(node.as_str()))
+}
+
+/// A node's ordinary objects.
+#[must_use]
+pub fn node_objects(node: &NodeId) -> String {
+    format!("ballast.node.{}.object", token(node.as_str()))
 }
 
 #[cfg(test)]

@@ -126,8 +126,8 @@ def make_site(binary, session_folder):
             cluster.remove()
             raise
         sites.append(site)
-        wait_until(lambda: any(node["not_serving"] is None for node in site.verbs.steady("status")["nodes"])
-                   or not cluster.transfer_workers, 20, "a node serves")
+        wait_until(lambda: not cluster.transfer_workers
+                   or any(node["not_serving"] is None for node in site.verbs.steady("status")["nodes"]), 20, "a node serves")
         return site
 
     yield make

@@ -26,7 +26,7 @@ def ready(site, models, fresh):
 
 def test_help_names_every_command_and_a_wrong_one_is_a_usage_error(site):
     said = site.cli.text("--help")
-    for command in ("dev", "gateway", "workflow-worker", "transfer-worker", "put", "upsert", "get", "open", "ls", "show", "policy", "migrate", "op", "rm",
+    for command in ("dev", "gateway", "workflow-worker", "transfer-worker", "put", "upsert", "get", "open", "ls", "show", "policy", "migrate", "op", "rm", "object",
                     "watch", "status"):
         assert re.search(rf"^  {command}\b", said, re.M), command
         assert site.cli.text(command, "--help")
@@ -179,6 +179,8 @@ def test_policy_shows_and_changes(site, ready):
 
 def test_migrate_and_op_show_the_operation(site, ready):
     name = name_of(ready)
+    code, error, _ = site.cli.refusal("migrate", name, "cold", "--hot-ratio", "0.5")
+    assert code == 11 and "--hot-ratio" in error["message"]
     operation = site.cli.json("migrate", name, "cold", "--wait")
     assert (operation["status"], operation["target"]) == ("SUCCEEDED", "COLD")
     assert site.cli.json("op", operation["operation_id"]) == site.verbs.operation(operation["operation_id"])
@@ -215,6 +217,7 @@ def test_rm_says_what_it_would_do_and_does_it(site, ready):
     assert site.everything() == before
     site.cli.json("rm", name, "--wait")
     assert site.verbs.metadata(ready)["availability"] == "DELETED"
+    assert "is deleted already" in site.cli.text("rm", name, "--dry-run")
     code, _, _ = site.cli.refusal("rm", "no-such-model#1")
     assert code == NOT_FOUND
 
@@ -224,6 +227,11 @@ def test_open_holds_the_lease_while_a_command_runs_and_gives_back_its_exit_code(
     assert done.returncode == 7, done
     assert re.search(r"^open: ", done.stdout + done.stderr, re.M)
     assert site.verbs.view(ready)["active_lease_count"] == 0
+
+
+def test_open_asks_for_its_command_before_it_maps_anything(site, ready):
+    done = site.cli.run("open", name_of(ready), "--", "no-such-program-here")
+    assert done.returncode == 11 and "no such program" in done.stderr and "open:" not in done.stdout
 
 
 def opened(site, name, **options):

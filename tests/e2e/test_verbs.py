@@ -2,6 +2,7 @@
 because they never travel over NATS."""
 
 import json
+import shutil
 import uuid
 
 import pytest
@@ -13,7 +14,7 @@ from verbs import VerbError
 VERBS = {
     "begin_import", "renew_import", "commit_import", "abort_import", "acquire_lease", "renew_lease", "release_lease", "is_exist",
     "get_metadata", "get_size", "list", "update_policy", "upsert", "abort_upsert", "get_upsert", "migrate", "get_operation",
-    "list_operations", "cancel_operation", "pause_operation", "resume_operation", "retry_operation", "remove", "purge", "status",
+    "list_operations", "cancel_operation", "pause_operation", "resume_operation", "retry_operation", "remove", "purge", "clock", "status",
 }
 NUMBERS = {"INVALID_ARGUMENT": 1, "NOT_FOUND": 2, "CONFLICT": 3, "STALE_GENERATION": 4, "NOT_READY": 5, "BUSY": 6, "LEASE_EXPIRED": 7,
            "POLICY_UNSATISFIABLE": 10, "UNAVAILABLE": 11, "CAPACITY_EXHAUSTED": 14}
@@ -56,6 +57,19 @@ def test_the_service_is_discoverable_with_every_verb(site):
     assert all(endpoint["subject"].startswith("ballast.v1.*.") for endpoint in info["endpoints"])
     ping = json.loads(site.verbs.request("$SRV.PING", b"").data)
     assert ping["name"] == info["name"]
+
+
+def test_a_mutation_is_refused_after_the_end_that_its_caller_gave_it(site, ready):
+    clock = site.verbs.call("clock")["log_clock"]
+    assert site.verbs.call("clock")["log_clock"] >= clock
+    body = {"identity": ready, "expected_metadata_generation": site.verbs.view(ready)["metadata"]["metadata_generation"]}
+    late = {"request_id": str(uuid.uuid4()), "not_after": 0}
+    error = refused(site.verbs, "UNAVAILABLE", "remove", {**body, "options": late})
+    assert "too late" in error.message and "new id" in error.message
+    assert site.verbs.view(ready)["metadata"]["availability"] == "READY"
+    refused(site.verbs, "INVALID_ARGUMENT", "remove", {**body, "options": {"not_after": "soon"}})
+    removed = site.verbs.call("remove", {**body, "options": {"request_id": str(uuid.uuid4()), "not_after": clock + 90_000}})
+    assert removed["revision"]["availability"] == "DELETING"
 
 
 def test_status_names_cluster_replica_and_nodes(site):
@@ -111,6 +125,43 @@ def test_what_is_not_there_is_not_found(site, fresh):
     refused(site.verbs, "NOT_FOUND", "acquire_lease", {"identity": missing, "lease_id": str(uuid.uuid4())})
     refused(site.verbs, "NOT_FOUND", "remove", {"identity": missing, "expected_metadata_generation": 1})
     refused(site.verbs, "NOT_FOUND", "migrate", {"identity": missing, "target": "COLD", "expected_metadata_generation": 1})
+
+
+def test_is_exist_is_right_in_every_availability_and_while_migrating(make_site, models, fresh):
+    # Without a workflow worker everything stays where it was begun.
+    site = make_site(workflow_workers=0)
+
+    def exists(which):
+        found = site.verbs.find(which)
+        return found and (found["availability"], found["operation_id"] is not None), site.verbs.steady("is_exist", {"identity": which})["exists"]
+
+    importing, moving, leaving, lost = (fresh(revision=name) for name in ("importing", "moving", "leaving", "lost"))
+    assert exists(importing) == (None, False)
+    site.verbs.call("begin_import", import_request(importing))
+    assert exists(importing) == (("IMPORTING", False), False)
+    for which in (moving, leaving, lost):
+        site.put(models("plain"), name_of(which))
+        assert exists(which) == (("READY", False), True)
+    site.verbs.call("migrate", {"identity": moving, "target": "COLD", "expected_metadata_generation": site.verbs.metadata(moving)["metadata_generation"]})
+    assert exists(moving) == (("READY", True), True)
+    site.verbs.call("remove", {"identity": leaving, "expected_metadata_generation": site.verbs.metadata(leaving)["metadata_generation"]})
+    assert exists(leaving) == (("DELETING", True), False)
+    worker = site.cluster.new_workflow_worker("late").start()
+    try:
+        site.becomes(leaving, "DELETED")
+        assert exists(leaving) == (("DELETED", False), False)
+        site.settled(moving)
+        # What was in memory only is lost with it.
+        node = site.cluster.transfer_workers[0]
+        node.kill()
+        for entry in site.cluster.memory_dirs[0].iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        node.start()
+        site.verbs.steady("migrate", {"identity": lost, "target": "COLD", "expected_metadata_generation": site.verbs.metadata(lost)["metadata_generation"]})
+        site.becomes(lost, "DEGRADED")
+        assert exists(lost)[1] is False
+    finally:
+        worker.kill()
 
 
 def test_lists_page_through_everything_once(site, models, fresh):

@@ -4,13 +4,14 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_schemas::frame::Tier;
+use ballast_schemas::human_bytes;
 
 /// A tier has no room for what was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{} bytes are free of the {limit_bytes} that the {tier_name} tier may use, {asked_bytes} are needed; \
+    "{} are free of the {} that the {tier_name} tier may use, {} are needed; \
      free some (migrate or remove a revision) or give the node more with {flag}",
-    limit_bytes.saturating_sub(*used_bytes)
+    human_bytes(limit_bytes.saturating_sub(*used_bytes)), human_bytes(*limit_bytes), human_bytes(*asked_bytes)
 )]
 pub struct CapacityExhausted {
     /// The tier.
@@ -149,7 +150,7 @@ mod tests {
         let mut first = budget.reserve(60).unwrap();
         let refused = budget.reserve(50).unwrap_err();
         assert_eq!((refused.asked_bytes, refused.used_bytes, refused.limit_bytes), (50, 60, 100));
-        assert!(refused.to_string().contains("40 bytes are free"), "{refused}");
+        assert!(refused.to_string().contains("40 B are free of the 100 B"), "{refused}");
         drop(first.split(20));
         assert_eq!(budget.usage().free_bytes(), 60);
         first.absorb(budget.reserve(60).unwrap());

@@ -83,13 +83,26 @@ impl std::fmt::Display for ColdReport {
 }
 
 /// How far a long effect has come. Shared with whoever reports it.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Progress {
     bytes: std::sync::atomic::AtomicU64,
     units: std::sync::atomic::AtomicU32,
+    look: Option<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl std::fmt::Debug for Progress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Progress").field("bytes", &self.bytes()).field("units", &self.units()).finish_non_exhaustive()
+    }
 }
 
 impl Progress {
+    /// One that calls `look` in the middle of the work, whenever some more of it is done.
+    #[must_use]
+    pub fn watched(look: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { look: Some(Box::new(look)), ..Self::default() }
+    }
+
     /// Bytes moved or checked so far. Work that is done in passes counts each of them.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -104,10 +117,18 @@ impl Progress {
 
     pub(crate) fn add_bytes(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
+        self.tell(bytes > 0);
     }
 
     pub(crate) fn add_units(&self, units: u32) {
         self.units.fetch_add(units, std::sync::atomic::Ordering::Relaxed);
+        self.tell(units > 0);
+    }
+
+    fn tell(&self, moved: bool) {
+        if let Some(look) = self.look.as_ref().filter(|_| moved) {
+            look();
+        }
     }
 }
 

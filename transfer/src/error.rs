@@ -1,7 +1,7 @@
 //! What can go wrong inside a node's store, each with the facts behind it, and the code that a caller sees for it.
 
 use ballast_schemas::frame::Tier;
-use ballast_schemas::{BallastError, ClusterId, Digest, ErrorCode, InstanceId, SessionId};
+use ballast_schemas::{BallastError, ClusterId, Digest, ErrorCode, InstanceId, ObjectKey, SessionId, human_bytes};
 use serde_json::json;
 
 use crate::budget::CapacityExhausted;
@@ -114,6 +114,38 @@ pub enum StoreError {
     /// No budget left.
     #[error(transparent)]
     Capacity(#[from] CapacityExhausted),
+    /// A generic path met a managed group's key.
+    #[error(
+        "{key} is a member of a managed group ({instance}): it was left alone; weights are deleted as a whole with `ballast rm`"
+    )]
+    ManagedKey {
+        /// The key.
+        key: ObjectKey,
+        /// Whose.
+        instance: InstanceId,
+    },
+    /// No such object.
+    #[error(
+        "this node holds no object {key}; objects are evicted when room is needed and do not outlive a restart of their node"
+    )]
+    NoObject {
+        /// The key.
+        key: ObjectKey,
+    },
+    /// Managed groups leave objects no room.
+    #[error(
+        "an object of {} does not fit: objects are taken while the memory tier is filled up to {}, and {} of it are managed groups; \
+         migrate or remove a revision, or give the node more with --memory",
+        human_bytes(*.asked_bytes), human_bytes(*.watermark_bytes), human_bytes(*.managed_bytes)
+    )]
+    ObjectsFull {
+        /// The object.
+        asked_bytes: u64,
+        /// What the managed groups hold.
+        managed_bytes: u64,
+        /// Up to where objects are taken.
+        watermark_bytes: u64,
+    },
     /// The file system has no room although the budget has.
     #[error("the file system of the {} tier is full ({source}); free some space on it", if *.tier == Tier::Memory { "memory" } else { "cold" })]
     Full {
@@ -186,9 +218,10 @@ impl StoreError {
     pub fn code(&self) -> ErrorCode {
         match self {
             Self::Invalid(_) | Self::Layout(_) | Self::Manifest { .. } => ErrorCode::InvalidArgument,
-            Self::Unknown { .. } => ErrorCode::NotFound,
+            Self::Unknown { .. } | Self::NoObject { .. } => ErrorCode::NotFound,
             Self::Deleted { .. }
             | Self::Sealed { .. }
+            | Self::ManagedKey { .. }
             | Self::OtherSession { .. }
             | Self::OtherLayout { .. }
             | Self::OtherManifest { .. }
@@ -198,7 +231,7 @@ impl StoreError {
             Self::Deleting { .. } | Self::NotServed { .. } | Self::NotSealed { .. } | Self::NoWitness(_) => {
                 ErrorCode::NotReady
             }
-            Self::Capacity(_) | Self::Full { .. } => ErrorCode::CapacityExhausted,
+            Self::Capacity(_) | Self::Full { .. } | Self::ObjectsFull { .. } => ErrorCode::CapacityExhausted,
             Self::NoColdTier => ErrorCode::PolicyUnsatisfiable,
             Self::NotHere { .. } => ErrorCode::Unavailable,
             Self::Busy { .. } => ErrorCode::Busy,
@@ -216,6 +249,10 @@ impl StoreError {
                 "asked_bytes": capacity.asked_bytes,
                 "used_bytes": capacity.used_bytes,
                 "limit_bytes": capacity.limit_bytes,
+            }),
+            Self::ManagedKey { key, instance } => json!({"key": key, "group_id": instance.group_id}),
+            Self::ObjectsFull { asked_bytes, managed_bytes, watermark_bytes } => json!({
+                "asked_bytes": asked_bytes, "managed_bytes": managed_bytes, "watermark_bytes": watermark_bytes,
             }),
             Self::Fence(fence) => {
                 json!({"reason": "FENCED", "offered": fence.offered.to_string(), "highest": fence.highest.to_string()})

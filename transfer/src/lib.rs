@@ -15,6 +15,7 @@ mod layout;
 mod mapped;
 mod memory_tier;
 mod node_store;
+mod objects;
 #[cfg(test)]
 mod process_tests;
 #[cfg(test)]
@@ -46,6 +47,7 @@ pub use node_store::{
     Adoption, Allocated, ColdPiece, DamagedFolder, GrantedSegments, HotPiece, InstanceReader, NodeStore,
     NodeStoreOptions, NodeUsage, OpenError,
 };
+pub use objects::Cleared;
 pub use record::RecordError;
 pub use server::{BindError, DataPlane, DataPlaneOptions};
 pub use token::{TOKEN_KEY_BYTES, TOKEN_LEEWAY_MS, TokenError, TokenGate, TokenKey, TokenKeyError};

@@ -16,6 +16,7 @@ use crate::folder::{
     used_bytes,
 };
 use crate::layout::GroupLayout;
+use crate::objects::Objects;
 use crate::segment::{Segment, lock_out_readers};
 use crate::tmpfs;
 
@@ -123,6 +124,7 @@ pub(crate) struct MemoryTier {
     mounted: bool,
     report: MemoryReport,
     budget: Budget,
+    objects: Objects,
     lingering: Mutex<Vec<Lingering>>,
 }
 
@@ -167,6 +169,7 @@ impl MemoryTier {
             mounted: is_mount_point(path)?,
             report: MemoryReport { folder: path.clone(), budget_bytes, no_huge_pages },
             budget: Budget::new(Tier::Memory, budget_bytes),
+            objects: Objects::default(),
             lingering: Mutex::default(),
         })
     }
@@ -205,12 +208,17 @@ impl MemoryTier {
         self.budget.usage()
     }
 
-    /// Takes room out of the budget.
+    /// Takes room for a managed group out of the budget; ordinary objects give way to it.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<Charge, CapacityExhausted> {
         self.budget.reserve(bytes).or_else(|_| {
             self.sweep();
-            self.budget.reserve(bytes)
+            self.objects.reserve_managed(&self.budget, bytes)
         })
+    }
+
+    /// The ordinary objects, and the guard over the managed groups' keys.
+    pub(crate) fn objects(&self) -> &Objects {
+        &self.objects
     }
 
     /// Keeps the bytes of an unlinked segment charged until nobody maps it.

@@ -131,7 +131,7 @@ async fn deletion_under_another_process_leaves_its_view_valid() {
     import(&node.store, &id, &SIZES);
     let mut reader = SecondProcess::start("map", node.endpoint.unix_socket.as_ref().unwrap());
     reader.wait_for("mapped");
-    node.store.delete_instance(&id, at(50)).unwrap();
+    node.store.delete_instance(&id, at(50), &Progress::default()).unwrap();
     assert!(node.store.usage().lingering_bytes > 0);
     reader.tell();
     reader.wait_for("still right");

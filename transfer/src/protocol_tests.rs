@@ -281,7 +281,7 @@ async fn units_of_no_bytes_travel_too() {
         let mapped = reader.map(Arc::new(GroupLayout::new(&sizes).unwrap())).await.unwrap();
         (0..3).for_each(|unit| mapped.read_unit_into(unit, &mut [], Some(crate::checksum(b""))).unwrap());
     }
-    node.store.delete_instance(&id, at(2_000)).unwrap();
+    node.store.delete_instance(&id, at(2_000), &Progress::default()).unwrap();
     node.stop().await;
 }
 

@@ -125,8 +125,9 @@ impl Executor {
         });
         loop {
             tokio::time::sleep(RENEW_EVERY).await;
+            self.strike(claim.kind, command_name(&command), Side::Before);
             match self.replica.submit(command.clone()).await {
-                Ok((_, Ok(_))) => {}
+                Ok((_, Ok(_))) => self.strike(claim.kind, command_name(&command), Side::After),
                 Ok((_, Err(rejection))) => {
                     tracing::info!(operation = %claim.operation_id, epoch = claim.epoch, reason = rejection.message, "claim not renewed");
                     return Ended::ClaimLost;

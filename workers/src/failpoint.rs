@@ -1,9 +1,10 @@
 //! Test aids: a place where the process kills itself, and a pause between steps. Off unless the environment asks.
 //!
 //! * `BALLAST_FAILPOINT=<machine>.<step>.<before|after>`: the process ends by SIGKILL at that place, as a crash would
-//!   end it. Machines are `migration`, `repair`, `deletion`, `replacement` (in a workflow worker) and `node` (in a
-//!   transfer worker); a step is the snake-case name of the node request (`copy_to_cold`) or of the command
-//!   (`authorize_release`) that it consists of, and `claim`.
+//!   end it. Machines are `migration`, `deletion`, `replacement` (in a workflow worker) and `node` (in a transfer
+//!   worker); a step is the snake-case name of the node request (`copy_to_cold`) or of the command (`authorize_release`)
+//!   that it consists of, and `claim`. On a node, effects on bytes also have a `middle`: some of the work is done.
+//!   [`STEPS`] is the list, `ballast failpoints` prints it, and `make crash-sweep` strikes every one.
 //! * `BALLAST_FAILPOINT_FILE=<path>`: the failpoint strikes only if it can create this file, so once in all, however
 //!   often a supervisor restarts the process with the same environment.
 //! * `BALLAST_STEP_DELAY_MS=<milliseconds>`: a workflow worker pauses this long before each step, so that a person (or
@@ -24,8 +25,99 @@ const STEP_DELAY_MAX: Duration = Duration::from_secs(600);
 pub(crate) enum Side {
     /// Nothing of it has happened.
     Before,
+    /// Some of it has happened.
+    Middle,
     /// All of it has happened, and nobody has been told.
     After,
+}
+
+impl Side {
+    const ALL: [Self; 3] = [Self::Before, Self::Middle, Self::After];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Before => "before",
+            Self::Middle => "middle",
+            Self::After => "after",
+        }
+    }
+}
+
+/// Every step of every machine at which a process can be killed. A step that is executed and not listed here fails every
+/// test that executes it ([`Failpoint::strike`]), so the sweep can not miss one.
+const STEPS: [(&str, &[&str]); 4] = [
+    (
+        "migration",
+        &[
+            "claim",
+            "renew_claim",
+            "raise_fence",
+            "copy_to_cold",
+            "copy_to_memory",
+            "authorize_release",
+            "release_memory",
+            "operation_advanced",
+            "operation_finished",
+            "park_operation",
+            "operation_attempt_failed",
+            "revision_degraded",
+        ],
+    ),
+    (
+        "deletion",
+        &[
+            "claim",
+            "renew_claim",
+            "raise_fence",
+            "delete_units",
+            "delete_instance",
+            "operation_advanced",
+            "deletion_finished",
+            "park_operation",
+            "operation_attempt_failed",
+        ],
+    ),
+    (
+        "replacement",
+        &[
+            "claim",
+            "renew_claim",
+            "raise_fence",
+            "copy_to_cold",
+            "operation_advanced",
+            "replacement_advanced",
+            "park_operation",
+            "operation_attempt_failed",
+            "revision_degraded",
+        ],
+    ),
+    (
+        "node",
+        &[
+            "inventory",
+            "receipt",
+            "affinity_index",
+            "raise_fence",
+            "copy_to_cold",
+            "copy_to_memory",
+            "release_memory",
+            "delete_units",
+            "delete_instance",
+        ],
+    ),
+];
+
+/// Effects of a node that tell how far they have come.
+const WITH_MIDDLE: [&str; 5] = ["copy_to_cold", "copy_to_memory", "release_memory", "delete_units", "delete_instance"];
+
+/// Every value that `BALLAST_FAILPOINT` takes, in the order of the machines' steps.
+#[must_use]
+pub fn failpoints() -> Vec<String> {
+    let steps = STEPS.iter().flat_map(|(machine, steps)| steps.iter().map(move |step| (*machine, *step)));
+    let places = steps.flat_map(|(machine, step)| Side::ALL.map(|side| (machine, step, side)));
+    let there = places
+        .filter(|(machine, step, side)| *side != Side::Middle || (*machine == "node" && WITH_MIDDLE.contains(step)));
+    there.map(|(machine, step, side)| format!("{machine}.{step}.{}", side.name())).collect()
 }
 
 /// What the environment asked for.
@@ -39,9 +131,9 @@ pub(crate) struct Failpoint {
 /// A test aid in the environment that makes no sense; ignoring it would let a test pass that tests nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FailpointError {
-    /// Not three parts, or a third part that is neither side.
+    /// Not one of [`failpoints`].
     #[error(
-        "BALLAST_FAILPOINT is {given:?}; it must be <machine>.<step>.<before|after>, like migration.copy_to_cold.after"
+        "BALLAST_FAILPOINT is {given:?}; it must be <machine>.<step>.<before|after>, like migration.copy_to_cold.after: `ballast failpoints` lists them all"
     )]
     Place {
         /// What was given.
@@ -74,7 +166,7 @@ impl Failpoint {
             value.map(|value| value.to_string_lossy().into_owned()).filter(|text| !text.is_empty())
         };
         let place = match text(place) {
-            Some(given) if !is_place(&given) => return Err(FailpointError::Place { given }),
+            Some(given) if !failpoints().contains(&given) => return Err(FailpointError::Place { given }),
             place => place,
         };
         let step_delay = match text(delay) {
@@ -89,6 +181,10 @@ impl Failpoint {
 
     /// Ends the process here if this is the place.
     pub(crate) fn strike(&self, machine: &str, step: &str, side: Side) {
+        debug_assert!(
+            STEPS.iter().any(|(name, steps)| *name == machine && steps.contains(&step)),
+            "{machine}.{step} is not in the list of failpoints, so the crash sweep would miss it"
+        );
         if !self.is_at(machine, step, side) || !self.may_strike() {
             return;
         }
@@ -99,11 +195,7 @@ impl Failpoint {
     }
 
     fn is_at(&self, machine: &str, step: &str, side: Side) -> bool {
-        let side = match side {
-            Side::Before => "before",
-            Side::After => "after",
-        };
-        self.place.as_ref().is_some_and(|place| place.split('.').eq([machine, step, side]))
+        self.place.as_ref().is_some_and(|place| place.split('.').eq([machine, step, side.name()]))
     }
 
     fn may_strike(&self) -> bool {
@@ -119,11 +211,6 @@ impl Failpoint {
             tokio::time::sleep(self.step_delay).await;
         }
     }
-}
-
-fn is_place(text: &str) -> bool {
-    let parts: Vec<&str> = text.split('.').collect();
-    matches!(parts[..], [machine, step, "before" | "after"] if !machine.is_empty() && !step.is_empty())
 }
 
 /// The machine's name in a failpoint.
@@ -165,9 +252,8 @@ pub(crate) fn command_name(command: &Command) -> &'static str {
         Command::DeletionFinished(_) => "deletion_finished",
         Command::ReplacementAdvanced(_) => "replacement_advanced",
         Command::RevisionDegraded(_) => "revision_degraded",
-        Command::RevisionRecovered(_) => "revision_recovered",
-        Command::StartMigration(_) => "start_migration",
-        _ => "command",
+        // A worker appends no other; one that does is not in the list of steps.
+        _ => "unlisted",
     }
 }
 
@@ -190,13 +276,35 @@ mod tests {
 
     #[test]
     fn a_mistyped_test_aid_is_refused() {
-        for wrong in ["migration", "migration.copy", "migration.copy.during", "..before", "a.b.c.after"] {
+        for wrong in [
+            "migration",
+            "migration.claim",
+            "migration.claim.middle",
+            "migration.claims.after",
+            "..before",
+            "a.b.c.after",
+        ] {
             assert!(matches!(from(Some(wrong), None), Err(FailpointError::Place { .. })), "{wrong}");
         }
         for wrong in ["2s", "-1", "600001"] {
             assert!(matches!(from(None, Some(wrong)), Err(FailpointError::Delay { .. })), "{wrong}");
         }
         assert_eq!(from(Some(""), Some("")).unwrap(), Failpoint::default());
+    }
+
+    #[test]
+    #[should_panic(expected = "not in the list of failpoints")]
+    fn a_step_that_the_list_does_not_have_is_found_by_every_test_that_executes_it() {
+        Failpoint::default().strike("deletion", "copy_to_memory", Side::Before);
+    }
+
+    #[test]
+    fn every_failpoint_is_listed_once() {
+        let all = failpoints();
+        let distinct: std::collections::BTreeSet<&String> = all.iter().collect();
+        assert_eq!(distinct.len(), all.len());
+        let effects = STEPS.iter().find(|(machine, _)| *machine == "node").unwrap().1;
+        assert!(WITH_MIDDLE.iter().all(|step| effects.contains(step)));
     }
 
     #[test]

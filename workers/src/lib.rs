@@ -12,11 +12,13 @@ mod inventory_mirror;
 mod membership;
 mod node_control;
 mod node_status;
+mod object_desk;
 mod observing;
+mod reconciler;
 mod transfer_worker;
 mod workflow_worker;
 
-pub use failpoint::FailpointError;
+pub use failpoint::{FailpointError, failpoints};
 pub use node_status::{ColdTierReport, NodeCondition, NodeReport};
 pub use transfer_worker::{TransferWorker, TransferWorkerError, TransferWorkerOptions};
 pub use workflow_worker::{CONCURRENCY_DEFAULT, WorkflowWorker, WorkflowWorkerError, WorkflowWorkerOptions};

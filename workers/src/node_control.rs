@@ -54,9 +54,10 @@ impl NodeControl {
     }
 
     async fn answer(&self, call: NodeCall) {
-        let progress = Arc::new(Progress::default());
         let request = call.request.clone();
         let name = request_name(&request);
+        let failpoint = self.failpoint.clone();
+        let progress = Arc::new(Progress::watched(move || failpoint.strike(MACHINE, name, Side::Middle)));
         let (control, watched) = (self.clone(), Arc::clone(&progress));
         let mut work = tokio::task::spawn_blocking(move || control.carry_out(&request, &watched));
         let mut tick = tokio::time::interval(PROGRESS_EVERY);
@@ -115,7 +116,7 @@ fn carry_out(store: &NodeStore, request: &NodeRequest, progress: &Progress) -> R
         NodeRequest::ReleaseMemory(effect) => held(store.release_memory(effect, READERS_WAIT, progress)?),
         NodeRequest::DeleteUnits(effect) => store.delete_units(effect, progress)?.map_or(NodeReply::Absent, held),
         NodeRequest::DeleteInstance { instance, fence } => {
-            store.delete_instance(instance, *fence)?;
+            store.delete_instance(instance, *fence, progress)?;
             NodeReply::Absent
         }
         NodeRequest::Verify(effect) => held(store.verify(effect, progress)?),

@@ -162,13 +162,14 @@ fn status(
         cluster_id: store.cluster(),
         not_serving,
         memory_capacity_bytes: usage.memory.limit_bytes,
-        memory_used_bytes: usage.memory.used_bytes,
+        memory_used_bytes: usage.memory.used_bytes.saturating_sub(usage.objects.bytes),
         memory_kind: store.memory_report().to_string(),
         cold_capacity_bytes: usage.cold.map_or(0, |cold| cold.limit_bytes),
         cold_used_bytes: usage.cold.map_or(0, |cold| cold.used_bytes),
         cold_engine: store.cold_report().map_or_else(|| "none".to_owned(), ToString::to_string),
         instances: usage.instances,
         quarantined: usage.quarantined,
+        objects: usage.objects,
         labels,
     }
 }

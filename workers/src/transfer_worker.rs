@@ -26,6 +26,7 @@ use crate::inventory_mirror::{InventoryMirror, Touched};
 use crate::membership::Membership;
 use crate::node_control::NodeControl;
 use crate::node_status::{ColdTierReport, NodeCondition, NodeReport, host_id, publish_status};
+use crate::object_desk::ObjectDesk;
 
 /// How long a stopping node lets the control requests under way end.
 const STOP_GRACE: Duration = Duration::from_secs(5);
@@ -91,6 +92,12 @@ pub enum TransferWorkerError {
     /// Control requests can not be heard.
     #[error(transparent)]
     Listener(#[from] NodeListenerError),
+    /// Requests about ordinary objects can not be heard.
+    #[error("requests about ordinary objects can not be heard: {reason}")]
+    Objects {
+        /// What happened.
+        reason: String,
+    },
     /// A test aid makes no sense.
     #[error(transparent)]
     Failpoint(#[from] FailpointError),
@@ -217,6 +224,9 @@ async fn serve(
         () = told(stopping.clone()) => return Ok(()),
     };
     let listener = NodeListener::open(client.clone(), store.node()).await?;
+    let objects = ObjectDesk::open(client.clone(), Arc::clone(&store))
+        .await
+        .map_err(|error| TransferWorkerError::Objects { reason: error.to_string() })?;
     // Whoever hears that the node serves can ask it: the subscription has reached the server. If it has not, the connection is
     // gone, and what was subscribed to is subscribed to again when it is back.
     let _ = tokio::time::timeout(FAREWELL_PATIENCE, client.flush()).await;
@@ -227,6 +237,7 @@ async fn serve(
     tokio::select! {
         () = membership.stay() => {}
         () = mirror.run() => {}
+        () = objects.serve() => {}
         () = control.serve(listener, told(stopping), STOP_GRACE) => {}
     }
     if *asked_to_stop.borrow() { Ok(()) } else { Err(TransferWorkerError::ConnectionClosed) }

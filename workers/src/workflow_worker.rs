@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 
 use crate::executor::{ClaimAnswer, Executor};
 use crate::failpoint::{Failpoint, FailpointError};
+use crate::reconciler::reconcile;
 
 /// Operations that one worker drives at a time unless told otherwise.
 pub const CONCURRENCY_DEFAULT: usize = 4;
@@ -56,6 +57,8 @@ pub enum WorkflowWorkerError {
 pub struct WorkflowWorker {
     hints: HintReader,
     executor: Arc<Executor>,
+    replica: Replica,
+    directory: Directory,
     concurrency: usize,
     driven: Driven,
 }
@@ -70,10 +73,13 @@ impl WorkflowWorker {
             return Err(WorkflowWorkerError::NoConcurrency);
         }
         let nodes = NodeClient::new(options.streams.client().clone());
+        let (replica, directory) = (options.replica.clone(), options.directory.clone());
         let executor = Executor::new(options.replica, options.directory, nodes, options.worker, Failpoint::from_env()?);
         Ok(Self {
             hints: HintReader::new(&options.streams),
             executor: Arc::new(executor),
+            replica,
+            directory,
             concurrency: options.concurrency,
             driven: Driven::default(),
         })
@@ -82,6 +88,9 @@ impl WorkflowWorker {
     /// Works until `shutdown` resolves, then lets the steps in progress finish for a moment and appends nothing more.
     pub async fn run(mut self, shutdown: impl Future<Output = ()> + Send) {
         let (stop, stopped) = watch::channel(false);
+        // It ends with the set, however this ends.
+        let mut reconciler = JoinSet::new();
+        reconciler.spawn(reconcile(self.replica.clone(), self.directory.clone()));
         let slots = Arc::new(Semaphore::new(self.concurrency));
         let mut tasks = JoinSet::new();
         tokio::pin!(shutdown);
@@ -105,6 +114,7 @@ impl WorkflowWorker {
         }
         // Nobody listening means that nothing is driven.
         let _ = stop.send(true);
+        drop(reconciler);
         let finished = tokio::time::timeout(STOP_GRACE, async { while tasks.join_next().await.is_some() {} }).await;
         if finished.is_err() {
             tracing::info!(

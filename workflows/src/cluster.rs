@@ -1,8 +1,8 @@
 //! Cluster-wide commands: creation, settings, capabilities, snapshots (RFC, HA and Upgrade; Configuration). Never gated.
 
 use ballast_schemas::{
-    AnnounceReplica, Capability, ClusterConfig, ClusterId, ConfirmCapability, CreateCluster, ErrorCode, LogTime,
-    Outcome, Rejection, Reply, SnapshotCommitted,
+    AnnounceReplica, ClusterConfig, ClusterId, ConfirmCapability, CreateCluster, ErrorCode, LogTime, Outcome,
+    RaiseFoldVersion, Rejection, Reply, SnapshotCommitted, first_fold_version, is_first_fold_version,
 };
 use serde::{Deserialize, Serialize};
 
@@ -37,13 +37,16 @@ pub struct AnnouncedReplica {
     pub version: String,
     /// When it last said so, on the log clock.
     pub announced_at: LogTime,
+    /// The newest rules it knows.
+    #[serde(default = "first_fold_version", skip_serializing_if = "is_first_fold_version")]
+    pub fold_version: u32,
 }
 
-/// The families behind a gate.
-fn families(capability: Capability) -> &'static [u8] {
-    match capability {
-        Capability::WeightManagement => &[8, 9, 10, 11],
-        Capability::WeightLineage => &[12],
+impl AnnouncedReplica {
+    /// Whether it counts as running at `clock`.
+    #[must_use]
+    pub fn is_live(&self, clock: LogTime) -> bool {
+        clock.since(self.announced_at) <= REPLICA_SILENCE_MS
     }
 }
 
@@ -81,8 +84,12 @@ impl Fold<'_> {
     pub fn announce_replica(&mut self, command: &AnnounceReplica) -> Outcome {
         let announced_at = self.clock();
         let replicas = &mut self.state.record.replicas;
-        let replica =
-            AnnouncedReplica { families: command.families.clone(), version: command.version.clone(), announced_at };
+        let replica = AnnouncedReplica {
+            families: command.families.clone(),
+            version: command.version.clone(),
+            announced_at,
+            fold_version: command.fold_version,
+        };
         replicas.insert(command.replica_id.clone(), replica);
         if replicas.len() > REPLICAS_MAX {
             let oldest =
@@ -100,9 +107,8 @@ impl Fold<'_> {
             return Ok(Reply::Done);
         }
         let lacking = self.state.replicas().find_map(|(id, replica)| {
-            let alive = clock.since(replica.announced_at) <= REPLICA_SILENCE_MS;
-            let family = families(capability).iter().find(|family| !replica.families.contains(family))?;
-            alive.then(|| (id.clone(), *family))
+            let family = capability.families().iter().find(|family| !replica.families.contains(family))?;
+            replica.is_live(clock).then(|| (id.clone(), *family))
         });
         if let Some((replica, family)) = lacking {
             return Err(Rejection::new(
@@ -112,6 +118,43 @@ impl Fold<'_> {
             .with_details(details([("replica_id", replica.as_str().into()), ("family", u64::from(family).into())])));
         }
         self.state.record.capabilities.insert(capability);
+        Ok(Reply::Done)
+    }
+
+    /// Accepted only when every live replica said that it knows the new rules, and at least one did: a version that nobody
+    /// knows would stop everybody.
+    pub fn raise_fold_version(&mut self, command: &RaiseFoldVersion) -> Outcome {
+        let (wanted, current, clock) = (command.fold_version, self.state.fold_version(), self.clock());
+        if wanted == current {
+            return Ok(Reply::Done);
+        }
+        if wanted < current {
+            return reject(
+                ErrorCode::InvalidArgument,
+                format!("fold version {wanted} is older than the cluster's {current}; it never goes back"),
+            );
+        }
+        let live: Vec<_> = self.state.replicas().filter(|(_, replica)| replica.is_live(clock)).collect();
+        if let Some((id, replica)) = live.iter().find(|(_, replica)| replica.fold_version < wanted) {
+            return Err(Rejection::new(
+                ErrorCode::NotReady,
+                format!(
+                    "replica {id} knows fold versions up to {}, not {wanted}; upgrade or stop it first",
+                    replica.fold_version
+                ),
+            )
+            .with_details(details([
+                ("replica_id", id.as_str().into()),
+                ("fold_version", replica.fold_version.into()),
+            ])));
+        }
+        if live.is_empty() {
+            return reject(
+                ErrorCode::NotReady,
+                format!("no live replica has announced that it knows fold version {wanted}; start one that does first"),
+            );
+        }
+        self.state.record.fold_version = wanted;
         Ok(Reply::Done)
     }
 

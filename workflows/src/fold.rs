@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 use crate::index::{Deadline, Forget};
 use crate::operation::{Operation, OperationKey};
 use crate::revision::Revision;
-use crate::state::{HashWriter, Remembered, State};
+use crate::state::{FOLD_VERSION, HashWriter, Remembered, State};
 
 /// How far ahead of the log clock a command's `not_after` may lie. Gateways use one command window; what is remembered
 /// against repeats must cover every command that could still be accepted.
@@ -48,6 +48,14 @@ pub enum FoldHalt {
         "the first command of the log is not CreateCluster; this stream holds something else, or its beginning is lost"
     )]
     NoCluster,
+    /// The log went on under rules that this build does not know.
+    #[error(
+        "the cluster's fold version is {found}, this build knows up to {FOLD_VERSION}: run the build that the cluster was raised for"
+    )]
+    FoldVersion {
+        /// The cluster's.
+        found: u32,
+    },
     /// The cluster's own settings would stop it.
     #[error("the cluster's first entry is wrong: {reason}")]
     BadCluster {
@@ -65,6 +73,9 @@ pub fn fold(state: &mut State, seq: u64, unix_ns: u64, envelope: &Envelope) -> R
     let expected = folded.saturating_add(1);
     if seq != expected {
         return Err(FoldHalt::NotContinuous { folded, expected, found: seq });
+    }
+    if state.record.fold_version > FOLD_VERSION {
+        return Err(FoldHalt::FoldVersion { found: state.record.fold_version });
     }
     if state.record.cluster.is_none() {
         match envelope.commands.first().map(|record| &record.command) {
@@ -282,6 +293,7 @@ impl Fold<'_> {
             Command::AnnounceReplica(c) => self.announce_replica(c),
             Command::ConfirmCapability(c) => self.confirm_capability(c),
             Command::SnapshotCommitted(c) => self.snapshot_committed(c),
+            Command::RaiseFoldVersion(c) => self.raise_fold_version(c),
             Command::BeginImport(c) => self.begin_import(c),
             Command::RenewImport(c) => self.renew_import(c),
             Command::CommitImport(c) => self.commit_import(c),
@@ -294,6 +306,7 @@ impl Fold<'_> {
             Command::RenewLease(c) => self.renew_lease(c),
             Command::ReleaseLease(c) => self.release_lease(c),
             Command::StartMigration(c) => self.start_migration(c),
+            Command::RelievePressure(c) => self.relieve_pressure(c),
             Command::ClaimOperation(c) => self.claim_operation(c),
             Command::RenewClaim(c) => self.renew_claim(c),
             Command::OperationAdvanced(c) => self.operation_advanced(c),
@@ -345,11 +358,14 @@ impl Fold<'_> {
     /// Changes an operation and keeps the index true.
     pub fn edit_operation(&mut self, key: OperationKey, edit: impl FnOnce(&mut Operation)) {
         let index = &mut self.state.index;
-        if let Some(operation) = self.state.record.operations.get_mut(&key) {
-            index.remove_operation(&key, operation);
-            edit(operation);
-            operation.view.updated_unix_ms = self.unix_ms;
-            index.add_operation(&key, operation);
+        let Some(operation) = self.state.record.operations.get_mut(&key) else { return };
+        let moved = operation.moves_on().cloned();
+        index.remove_operation(&key, operation);
+        edit(operation);
+        operation.view.updated_unix_ms = self.unix_ms;
+        index.add_operation(&key, operation);
+        if let Some(node) = moved.filter(|_| operation.moves_on().is_none()) {
+            self.came_to_rest(&node);
         }
     }
 

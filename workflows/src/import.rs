@@ -89,6 +89,9 @@ impl Fold<'_> {
             settled: None,
             last_migration: None,
             last_access: self.clock(),
+            pressed: false,
+            stays_hot: false,
+            on_disk: false,
             effect_fence: self.position,
             owed: Vec::new(),
         };

@@ -1,14 +1,16 @@
 //! What is derived from the records so that no command and no query scans: deadlines, what is remembered until when,
 //! instances, listings, work and counts. Rebuilt after a restore, never part of a snapshot.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use ballast_schemas::{
-    Availability, CommandId, GroupId, LeaseId, LogPosition, LogTime, OperationStatus, ReplacementClaim,
+    Availability, CommandId, GroupId, LeaseId, LogPosition, LogTime, NodeId, OperationStatus, ReplacementClaim,
     RevisionIdentity, TenantId,
 };
 
 use crate::operation::{Operation, OperationKey};
+use crate::pressure::{Demotable, Promotable, put_or_take};
 use crate::revision::{EndedLease, Lease, Revision};
 use crate::state::{Counts, Record};
 
@@ -51,6 +53,12 @@ pub(crate) struct Index {
     pub importing: BTreeSet<RevisionIdentity>,
     pub runnable: BTreeSet<OperationKey>,
     pub tenants: BTreeMap<TenantId, TenantOperations>,
+    /// By node, the AUTO revisions that pressure may demote, in its order.
+    pub demotable: BTreeMap<NodeId, BTreeSet<Demotable>>,
+    /// By node, those that pressure demoted and its end brings back, in that order.
+    pub promotable: BTreeMap<NodeId, BTreeSet<Promotable>>,
+    /// By node, the migrations of its last rounds that are under way.
+    pub moving: BTreeMap<NodeId, BTreeSet<OperationKey>>,
     pub counts: Counts,
 }
 
@@ -92,6 +100,7 @@ impl Index {
         }
         count(&mut self.counts.revisions, metadata.availability, true);
         count(&mut self.counts.residency, metadata.residency, true);
+        self.set_candidate(identity, revision, true);
     }
 
     pub fn remove_revision(&mut self, identity: &RevisionIdentity, revision: &Revision) {
@@ -105,6 +114,21 @@ impl Index {
         }
         count(&mut self.counts.revisions, metadata.availability, false);
         count(&mut self.counts.residency, metadata.residency, false);
+        self.set_candidate(identity, revision, false);
+    }
+
+    /// Puts a revision among the candidates of memory pressure and its end, or takes it out. Leases and accesses change where
+    /// it stands there, and nothing else of a revision's index.
+    pub fn set_candidate(&mut self, identity: &RevisionIdentity, revision: &Revision, there: bool) {
+        let (demotable, promotable) = (revision.demotable(), revision.is_promotable());
+        for node in &revision.metadata.placement {
+            if let Some((at, bytes)) = demotable {
+                put_or_take(&mut self.demotable, node, (at, bytes, identity.clone()), there);
+            }
+            if promotable {
+                put_or_take(&mut self.promotable, node, (Reverse(revision.last_access), identity.clone()), there);
+            }
+        }
     }
 
     pub fn add_lease(&mut self, revision: &Revision, lease_id: &LeaseId, lease: &Lease) {
@@ -139,6 +163,9 @@ impl Index {
         if let Some(at) = operation.deadline() {
             self.deadlines.insert((at, Deadline::Operation(*key)));
         }
+        if let Some(node) = operation.moves_on() {
+            put_or_take(&mut self.moving, node, *key, true);
+        }
     }
 
     pub fn remove_operation(&mut self, key: &OperationKey, operation: &Operation) {
@@ -157,6 +184,9 @@ impl Index {
         self.runnable.remove(key);
         if let Some(at) = operation.deadline() {
             self.deadlines.remove(&(at, Deadline::Operation(*key)));
+        }
+        if let Some(node) = operation.moves_on() {
+            put_or_take(&mut self.moving, node, *key, false);
         }
     }
 

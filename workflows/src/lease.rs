@@ -41,10 +41,12 @@ impl Fold<'_> {
             granted_at: self.position,
         };
         if let Some(revision) = self.state.record.revisions.get_mut(identity) {
+            self.state.index.set_candidate(identity, revision, false);
             self.state.index.add_lease(revision, lease_id, &lease);
             revision.leases.insert(lease_id.clone(), lease);
             revision.last_access = clock;
             revision.metadata.last_accessed_unix_ms = self.unix_ms;
+            self.state.index.set_candidate(identity, revision, true);
         }
         self.promote_on_access(identity);
         self.lease_reply(identity, lease_id)
@@ -114,7 +116,10 @@ impl Fold<'_> {
     fn end_lease(&mut self, identity: &RevisionIdentity, lease_id: &LeaseId, lapsed: bool) {
         let until = self.clock().plus_ms(NOT_AFTER_AHEAD_MS_MAX);
         let Some(revision) = self.state.record.revisions.get_mut(identity) else { return };
-        let Some(lease) = revision.leases.remove(lease_id) else { return };
+        self.state.index.set_candidate(identity, revision, false);
+        let lease = revision.leases.remove(lease_id);
+        self.state.index.set_candidate(identity, revision, true);
+        let Some(lease) = lease else { return };
         self.state.index.remove_lease(revision, lease_id, &lease);
         let ended = EndedLease { lapsed, until };
         self.state.index.add_ended_lease(revision, lease_id, &ended);

@@ -41,14 +41,16 @@ mod machines;
 mod migration;
 mod operation;
 mod planner;
+mod pressure;
 mod revision;
 mod state;
 #[cfg(test)]
 mod testing;
 
-pub use cluster::Cluster;
+pub use cluster::{AnnouncedReplica, Cluster};
 pub use fold::{Applied, FoldHalt, fold};
 pub use invariants::{Violation, check_group, check_step};
 pub use machines::{Observation, Step, after_failure, next_step};
 pub use planner::plan_hot_units;
-pub use state::{Counts, State};
+pub use pressure::{MemoryUse, RoundPlan};
+pub use state::{AutomaticMigrations, Counts, FOLD_VERSION, State};

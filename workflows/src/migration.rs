@@ -222,12 +222,22 @@ impl Fold<'_> {
         let revision = self.revision(&identity)?;
         revision.expect_ready()?;
         expect_evidence(revision, &view.instance, &command.evidence)?;
-        self.edit_operation(key, |operation| operation.view.observed_hot_ppm = command.observed_hot_ppm.min(1_000_000));
+        let (before, after) = (revision.metadata.observed_hot_ppm, command.observed_hot_ppm.min(1_000_000));
+        let trigger = view.trigger;
+        self.edit_operation(key, |operation| operation.view.observed_hot_ppm = after);
+        if let Some(trigger) = trigger.filter(|trigger| is_automatic(*trigger)) {
+            let count = self.state.record.automatic.entry(trigger).or_default();
+            count.promotions = count.promotions.saturating_add(u64::from(after > before));
+            count.demotions = count.demotions.saturating_add(u64::from(after < before));
+        }
         let end = End { note: command.note.clone(), ..End::new(OperationStatus::Succeeded) };
         self.end_operation(key, end, |revision| {
             revision.metadata.residency = command.residency;
-            revision.metadata.observed_hot_ppm = command.observed_hot_ppm.min(1_000_000);
+            revision.metadata.observed_hot_ppm = after;
             revision.settled = Some(goal);
+            revision.stays_hot = false;
+            revision.on_disk |= command.residency == Residency::Cold;
+            revision.pressed &= trigger == Some(MigrationTrigger::Pressure);
             revision.converged |= initial || goal == Settled::preferred(&revision.metadata.policy);
         });
         self.operation_reply(id)

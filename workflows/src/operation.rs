@@ -5,9 +5,9 @@
 
 use ballast_schemas::{
     BACK_OFF_MS_MAX, BACK_OFF_MS_MIN, CLAIM_TTL_MS, ClaimOperation, ClaimPhase, ErrorCode, EventBody, HotRatio,
-    InstanceId, LogPosition, LogTime, MigrationTrigger, OperationAdvanced, OperationAttemptFailed, OperationError,
-    OperationId, OperationKind, OperationStatus, Outcome, ParkOperation, ParkReason, RETRY_BUDGET, Rejection,
-    RenewClaim, Reply, Residency, RevisionIdentity, UpsertMode, WeightOperation, WeightRevisionMetadata,
+    InstanceId, LogPosition, LogTime, MigrationTrigger, NodeId, OperationAdvanced, OperationAttemptFailed,
+    OperationError, OperationId, OperationKind, OperationStatus, Outcome, ParkOperation, ParkReason, RETRY_BUDGET,
+    Rejection, RenewClaim, Reply, Residency, RevisionIdentity, UpsertMode, WeightOperation, WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 
@@ -49,6 +49,9 @@ pub(crate) struct Operation {
     pub claim_ttl_ms: u64,
     /// The release that is outstanding.
     pub authorized: Option<Authorization>,
+    /// The node in whose round it was started.
+    #[serde(default)]
+    pub relieves: Option<NodeId>,
 }
 
 /// Leave to release the memory replicas of some units, given by the log.
@@ -156,7 +159,7 @@ impl Fold<'_> {
             started_unix_ms: self.unix_ms,
             updated_unix_ms: self.unix_ms,
         };
-        let operation = Operation { view, claim_ttl_ms: CLAIM_TTL_MS, authorized: None };
+        let operation = Operation { view, claim_ttl_ms: CLAIM_TTL_MS, authorized: None, relieves: None };
         self.state.index.add_operation(&key, &operation);
         self.state.record.operations.insert(key, operation);
         operation_id
@@ -302,6 +305,8 @@ impl Fold<'_> {
         let Some(operation) = self.state.record.operations.get(&key) else { return };
         let (id, identity, kind) =
             (operation.view.operation_id.clone(), operation.view.identity.clone(), operation.view.kind);
+        let impossible = operation.view.trigger == Some(MigrationTrigger::Pressure)
+            && end.error.as_ref().is_some_and(|error| error.code == ErrorCode::PolicyUnsatisfiable);
         self.edit_operation(key, |operation| {
             operation.view.status = end.status;
             operation.view.park_reason = None;
@@ -326,6 +331,7 @@ impl Fold<'_> {
                 revision.metadata.operation_id = None;
                 if kind == OperationKind::Migrating {
                     revision.last_migration = Some(clock);
+                    revision.stays_hot |= impossible;
                 }
             });
         }

@@ -36,6 +36,15 @@ pub(crate) struct Revision {
     pub last_migration: Option<LogTime>,
     /// When a lease was last granted.
     pub last_access: LogTime,
+    /// Memory pressure made it colder, and nobody has asked for anything else since.
+    #[serde(default)]
+    pub pressed: bool,
+    /// Its last demotion by pressure found that it can not be: not tried again until it was moved otherwise.
+    #[serde(default)]
+    pub stays_hot: bool,
+    /// It has been COLD: all of it has a copy on disk.
+    #[serde(default)]
+    pub on_disk: bool,
     /// The last log position that authorised an effect on these bytes: older evidence does not count.
     pub effect_fence: LogPosition,
     /// Lost nodes that still owe the deletion of their copies.
@@ -287,6 +296,7 @@ impl Fold<'_> {
         self.change_revision(identity, |revision| {
             revision.metadata.availability = Availability::Degraded;
             revision.settled = None;
+            revision.on_disk = false;
         });
         self.emit_revision(identity, |revision| EventBody::RevisionDegraded {
             revision,

@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use ballast_schemas::{
-    Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest, ImportSession,
-    InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey, ListRequest, LogTime, OperationId, Outcome,
-    ReplacementClaim, ReplicaId, Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId,
-    UpsertMode, WeightOperation, WeightRevisionMetadata,
+    Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest,
+    FOLD_VERSION_FIRST, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey, ListRequest,
+    LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId, Residency, RevisionIdentity,
+    RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation, WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -21,12 +21,14 @@ use crate::invariants::{self, Violation};
 use crate::lineage::Lineage;
 use crate::list;
 use crate::operation::{Operation, OperationKey};
+use crate::pressure::Rounds;
 use crate::revision::Revision;
 
 /// The layout of a snapshot. A snapshot of another format is refused, never guessed at.
 const SNAPSHOT_FORMAT: u32 = 1;
-/// The rules of this fold; raised only by a confirmed log entry.
-const FOLD_VERSION: u32 = 1;
+/// The newest rules that this build folds by; it keeps the older ones, because a log is folded by those it was written under.
+/// The rules in force ([`State::fold_version`]) are raised only by a confirmed log entry.
+pub const FOLD_VERSION: u32 = 1;
 
 /// The management state after some log entry. Serialises as its authoritative records (MessagePack with named fields);
 /// a reader of a snapshot calls [`State::check_invariants`] before it trusts it.
@@ -64,6 +66,12 @@ pub(crate) struct Record {
     pub revisions: BTreeMap<RevisionIdentity, Revision>,
     #[serde(default)]
     pub operations: BTreeMap<OperationKey, Operation>,
+    /// Of the nodes whose memory ran short.
+    #[serde(default)]
+    pub rounds: BTreeMap<NodeId, Rounds>,
+    /// Automatic migrations that reached their target.
+    #[serde(default)]
+    pub automatic: BTreeMap<MigrationTrigger, AutomaticMigrations>,
     #[serde(default)]
     pub recent: BTreeMap<CommandId, Remembered>,
 }
@@ -83,7 +91,7 @@ impl Default for Record {
     fn default() -> Self {
         Self {
             format: SNAPSHOT_FORMAT,
-            fold_version: FOLD_VERSION,
+            fold_version: FOLD_VERSION_FIRST,
             log_seq: 0,
             clock_ns: 0,
             last_unix_ns: 0,
@@ -96,6 +104,8 @@ impl Default for Record {
             lineages: BTreeMap::new(),
             revisions: BTreeMap::new(),
             operations: BTreeMap::new(),
+            rounds: BTreeMap::new(),
+            automatic: BTreeMap::new(),
             recent: BTreeMap::new(),
         }
     }
@@ -110,9 +120,9 @@ impl Serialize for State {
 impl<'de> Deserialize<'de> for State {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let record = Record::deserialize(deserializer)?;
-        if record.format != SNAPSHOT_FORMAT || record.fold_version != FOLD_VERSION {
+        if record.format != SNAPSHOT_FORMAT || record.fold_version > FOLD_VERSION {
             return Err(serde::de::Error::custom(format!(
-                "snapshot format {} with fold version {} is unknown; this build reads format {SNAPSHOT_FORMAT} with fold version {FOLD_VERSION}: use the build that wrote it",
+                "snapshot format {} with fold version {} is unknown; this build reads format {SNAPSHOT_FORMAT} with fold versions up to {FOLD_VERSION}: use the build that wrote it",
                 record.format, record.fold_version
             )));
         }
@@ -134,6 +144,16 @@ pub struct Counts {
     pub active_leases: u64,
     /// The latest replacement claim of every lineage, by mode and phase.
     pub claims: BTreeMap<(UpsertMode, ClaimPhase), u64>,
+}
+
+/// Automatic migrations since the beginning of the log, by which way they went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AutomaticMigrations {
+    /// That left more of a revision in memory than before.
+    pub promotions: u64,
+    /// That left less.
+    pub demotions: u64,
 }
 
 impl State {
@@ -261,6 +281,38 @@ impl State {
         operations.take(limit).map(|operation| operation.view.clone()).collect()
     }
 
+    /// Every revision's record, tombstones and imports in progress too, in order of identity.
+    pub fn revisions(&self) -> impl Iterator<Item = &WeightRevisionMetadata> {
+        self.record.revisions.values().map(|revision| &revision.metadata)
+    }
+
+    /// Every operation that is remembered, ended or not, oldest first.
+    pub fn all_operations(&self) -> impl Iterator<Item = &WeightOperation> {
+        self.record.operations.values().map(|operation| &operation.view)
+    }
+
+    /// Every lineage with its watermark and its latest replacement claim.
+    pub fn lineages(&self) -> impl Iterator<Item = (&LineageKey, u64, Option<&ReplacementClaim>)> {
+        self.record.lineages.iter().map(|(key, lineage)| (key, lineage.watermark, lineage.claim.as_ref()))
+    }
+
+    /// The rules that entries are folded by; raised only by a confirmed log entry.
+    #[must_use]
+    pub fn fold_version(&self) -> u32 {
+        self.record.fold_version
+    }
+
+    /// The stream timestamp of the last entry, for display.
+    #[must_use]
+    pub fn unix_ms(&self) -> u64 {
+        self.record.last_unix_ns.checked_div(1_000_000).unwrap_or_default()
+    }
+
+    /// Every open gate.
+    pub fn capabilities(&self) -> impl Iterator<Item = Capability> + '_ {
+        self.record.capabilities.iter().copied()
+    }
+
     /// The latest replacement claim of a lineage.
     #[must_use]
     pub fn claim(&self, lineage: &LineageKey) -> Option<&ReplacementClaim> {
@@ -302,6 +354,12 @@ impl State {
             Some(current) if *current > instance.position => InstanceStanding::Deleted,
             _ => InstanceStanding::Unknown,
         }
+    }
+
+    /// Automatic migrations that reached their target, by what started them.
+    #[must_use]
+    pub fn automatic_migrations(&self) -> &BTreeMap<MigrationTrigger, AutomaticMigrations> {
+        &self.record.automatic
     }
 
     /// How many of everything there are.

@@ -184,7 +184,7 @@ fn command(dice: &mut Dice, state: &State) -> Command {
         }
         16 => Command::RenewLease(RenewLease { identity, lease_id, ttl_ms: 1 + dice.below(9_000) }),
         17 => Command::ReleaseLease(ReleaseLease { identity, lease_id }),
-        18 | 19 => Command::StartMigration(StartMigration {
+        18 => Command::StartMigration(StartMigration {
             identity,
             target: if dice.one_in(5) {
                 residency(dice)
@@ -195,6 +195,12 @@ fn command(dice: &mut Dice, state: &State) -> Command {
             expected_metadata_generation,
             trigger: dice.pick(MigrationTrigger::ALL),
         }),
+        19 => {
+            let (node, trigger) = (NodeId::new("n1").unwrap(), dice.pick(MigrationTrigger::ALL));
+            let bytes = dice.below(900);
+            let round = state.plan_round(&node, trigger, bytes, 400).round + u64::from(dice.one_in(5));
+            Command::RelievePressure(RelievePressure { node, round, trigger, bytes, cold_free_bytes: dice.below(900) })
+        }
         20..23 => {
             let worker = WorkerId::new(format!("w{}", dice.below(2))).unwrap();
             Command::ClaimOperation(ClaimOperation {

@@ -112,9 +112,10 @@ fn status_text(status: &StatusReply) -> String {
                     capacity => format!("{} of {}", bytes(node.cold_used_bytes), bytes(capacity)),
                 },
                 node.cold_engine.clone(),
+                bytes(node.objects.bytes),
             ]
         })
         .collect();
-    text.push_str(&table(&["NODE", "STATE", "MEMORY", "PAGES", "COLD", "ENGINE"], &rows));
+    text.push_str(&table(&["NODE", "STATE", "MEMORY", "PAGES", "COLD", "ENGINE", "OBJECTS"], &rows));
     text
 }

@@ -1,21 +1,30 @@
 //! What each command does: resolve the name, call, wait if asked to, print. One file per family.
 
+mod admin;
 mod follow;
+mod life;
+mod log;
+mod object;
 mod operations;
+mod past;
 mod read;
+mod replay;
 mod revisions;
 mod write;
 
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use ballast_client::{Admin, ConnectOptions, Gateway, WeightStore};
+use ballast_client::{Admin, ConnectOptions, Gateway, Progress, WeightStore};
 use ballast_schemas::{BallastError, OperationId, OperationStatus, TenantId, WeightOperation, WeightStoragePolicy};
 
-use crate::args::{Command, PolicyFlags};
+use crate::args::{Command, OpAction, OpArgs, PolicyFlags};
 use crate::output::Output;
 
 /// How often something that is waited for is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long a command waits for an answer without a word.
+const QUIET_FOR: Duration = Duration::from_secs(1);
 /// How long an interrupted command takes to abort its import and release its lease.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(5);
 /// Exit code after Ctrl-C, as shells have it.
@@ -29,9 +38,25 @@ pub struct Context {
     pub out: Output,
 }
 
+/// Runs a command that reads the log itself; `None`, with the command, if it is not one of those.
+async fn run_on_the_log(nats: &str, command: Command, out: Output) -> Result<Option<Command>, BallastError> {
+    match command {
+        Command::Log(args) => log::log(&past::open(nats).await?, args, out).await?,
+        Command::Op(OpArgs { action: Some(OpAction::History(args)), .. }) => {
+            life::history(&past::open(nats).await?, &args.id, out).await?;
+        }
+        Command::Replay(args) => replay::replay(&past::open(nats).await?, args, out).await?,
+        Command::Admin(args) => admin::admin(nats, args.action, out).await?,
+        Command::Snapshots => replay::snapshots(&past::open(nats).await?, out).await?,
+        other => return Ok(Some(other)),
+    }
+    Ok(None)
+}
+
 /// Connects and runs one command. Ctrl-C drops what it is at: a put is aborted, a lease released, before the program ends.
 pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), BallastError> {
-    let gateway = Gateway::connect(&ConnectOptions::new(nats)).await?;
+    let Some(command) = run_on_the_log(nats, command, out).await? else { return Ok(()) };
+    let gateway = Gateway::connect(&ConnectOptions { waiting: said_waiting(out), ..ConnectOptions::new(nats) }).await?;
     let context =
         Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
     // Those two end well on Ctrl-C by themselves.
@@ -53,6 +78,20 @@ pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), Ballas
     })
 }
 
+/// Says what a request waits for (no gateway, no node that serves) once that has taken a moment, and each reason once.
+fn said_waiting(out: Output) -> Progress {
+    let started = Instant::now();
+    let said = Mutex::new(String::new());
+    Progress::new(move |update| {
+        let Some(note) = update.note.as_deref().filter(|_| started.elapsed() >= QUIET_FOR) else { return };
+        let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+        if *said != note {
+            out.note(&format!("waiting: {note}"));
+            note.clone_into(&mut said);
+        }
+    })
+}
+
 async fn dispatch(context: &Context, command: Command) -> Result<(), BallastError> {
     match command {
         Command::Put(args) => write::put(context, args).await,
@@ -65,10 +104,12 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), BallastErro
         Command::Rm(args) => revisions::rm(context, args).await,
         Command::Migrate(args) => operations::migrate(context, args).await,
         Command::Op(args) => operations::op(context, args).await,
+        Command::Object(args) => object::object(context, args).await,
         Command::Watch(args) => follow::watch(context, args).await,
         Command::Status => follow::status(context).await,
-        // Services are run by `services` and never reach this place.
+        // Services are run by `services`, what reads the log by `run_on_the_log`; they never reach this place.
         Command::Dev(_) | Command::Gateway(_) | Command::WorkflowWorker(_) | Command::TransferWorker(_) => Ok(()),
+        Command::Log(_) | Command::Replay(_) | Command::Snapshots | Command::Admin(_) | Command::Failpoints => Ok(()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! `ballast migrate` and `ballast op`.
 
 use ballast_client::resolve;
-use ballast_schemas::{BallastError, OperationId};
+use ballast_schemas::{BallastError, OperationId, Residency};
 
 use super::{Context, succeeded, tenant, wait_for};
 use crate::args::{MigrateArgs, OpAction, OpArgs};
@@ -10,6 +10,12 @@ use crate::output::{OPERATION_HEADER, operation_row, operation_text, table};
 const OPERATIONS_SHOWN: u32 = 100;
 
 pub async fn migrate(context: &Context, args: MigrateArgs) -> Result<(), BallastError> {
+    if args.hot_ratio.is_some() && args.target != Residency::Mixed {
+        return Err(BallastError::invalid(format!(
+            "--hot-ratio is the hot share of a mixed revision, the target is {}; leave it out, or migrate to mixed",
+            args.target
+        )));
+    }
     let identity = resolve(&context.store, &args.name.text).await?;
     let expected = match args.expected {
         Some(expected) => expected,
@@ -23,7 +29,7 @@ pub async fn migrate(context: &Context, args: MigrateArgs) -> Result<(), Ballast
     Ok(())
 }
 
-fn operation_id(text: &str) -> Result<OperationId, BallastError> {
+pub(super) fn operation_id(text: &str) -> Result<OperationId, BallastError> {
     OperationId::new(text).map_err(|error| BallastError::invalid(error.to_string()))
 }
 
@@ -56,6 +62,8 @@ pub async fn op(context: &Context, args: OpArgs) -> Result<(), BallastError> {
 async fn act(context: &Context, action: OpAction) -> Result<(), BallastError> {
     let admin = &context.admin;
     let operation = match &action {
+        // Reads the log itself (`life.rs`) and never reaches this place.
+        OpAction::History(_) => return Ok(()),
         OpAction::Cancel(args) => admin.cancel_operation(&tenant(&args.tenant)?, &operation_id(&args.id)?).await?,
         OpAction::Pause(args) => admin.pause_operation(&tenant(&args.tenant)?, &operation_id(&args.id)?).await?,
         OpAction::Resume(args) => admin.resume_operation(&tenant(&args.tenant)?, &operation_id(&args.id)?).await?,

@@ -1,5 +1,7 @@
 //! `ballast get` and `ballast open`: read a revision under a lease, into a folder or in place.
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::ExitStatus;
 
 use ballast_client::{GetOptions, GetReport, GetTarget, OpenRevision, resolve};
@@ -56,7 +58,27 @@ fn digest(opened: &OpenRevision) -> Digest {
     ballast_schemas::hash_list(names.filter_map(|name| opened.tensor(name)).map(|view| view.bytes))
 }
 
+/// Whether a command can be found, asked before anything is leased and mapped for it.
+fn check_program(run: &[String]) -> Result<(), BallastError> {
+    let Some(program) = run.first() else { return Ok(()) };
+    let is_program = |path: &Path| {
+        path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
+    };
+    let found = match program.contains('/') {
+        true => is_program(Path::new(program)),
+        false => std::env::var_os("PATH")
+            .is_some_and(|path| std::env::split_paths(&path).any(|folder| is_program(&folder.join(program)))),
+    };
+    match found {
+        true => Ok(()),
+        false => Err(BallastError::invalid(format!(
+            "{program} can not be run: there is no such program; nothing was opened"
+        ))),
+    }
+}
+
 pub async fn open(context: &Context, args: OpenArgs) -> Result<(), BallastError> {
+    check_program(&args.run)?;
     let identity = resolve(&context.store, &args.name.text).await?;
     let started = std::time::Instant::now();
     let options = GetOptions { progress: shown_progress(context.out, "open"), ..GetOptions::default() };

@@ -101,6 +101,13 @@ pub async fn rm(context: &Context, args: RmArgs) -> Result<(), BallastError> {
     let view = view(context, &args.name).await?;
     let identity = view.metadata.identity.clone();
     let size = view.metadata.manifest.as_ref().map_or(0, |manifest| manifest.logical_bytes);
+    if args.dry_run && view.metadata.availability == Availability::Deleted {
+        let plan = json!({"would_remove": null, "deleted": identity});
+        context
+            .out
+            .show(&plan, || format!("nothing to remove: {identity} is deleted already; only its tombstone remains"));
+        return Ok(());
+    }
     if args.dry_run {
         let (leases, operation) = (view.active_lease_count, &view.metadata.operation_id);
         let plan = json!({"would_remove": identity, "bytes": size, "active_leases": leases, "operation_id": operation});

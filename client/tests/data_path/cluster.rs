@@ -10,10 +10,10 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant, LogPosition,
-    LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity, RevisionReply,
-    RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect, UnitRange,
-    UpsertRequest, WeightRevisionMetadata,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant,
+    LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
+    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect,
+    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -25,6 +25,8 @@ use tempfile::TempDir;
 
 /// Far beyond what anything here takes; a test that reaches it has failed.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Where the log clock stands.
+pub const LOG_CLOCK: LogTime = LogTime(1_000_000);
 
 /// What the gateway has heard and knows.
 #[derive(Default)]
@@ -33,6 +35,8 @@ pub struct Desk {
     pub calls: BTreeMap<String, u32>,
     /// Request ids, in the order of the calls.
     pub request_ids: Vec<String>,
+    /// Until when each of them was good.
+    pub not_after: Vec<u64>,
     /// What the next calls of a verb are answered with, first come first served, instead of what is right.
     pub refusals: BTreeMap<String, Vec<BallastError>>,
     /// Whether leases turn out to have lapsed.
@@ -42,6 +46,8 @@ pub struct Desk {
     /// The phases of a replacement, as they are shown call after call; the last one stays.
     pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
+    /// The policy that the last import named.
+    pub begun_with: Option<WeightStoragePolicy>,
     pub positions: u64,
     pub claim: Option<ReplacementClaim>,
 }
@@ -196,12 +202,16 @@ fn written(reply: &impl serde::Serialize) -> Result<Value, BallastError> {
 
 impl Answering {
     fn answer(&self, verb: &str, payload: &[u8]) -> Result<Value, BallastError> {
+        if verb == "clock" {
+            return written(&ClockReply { log_clock: LOG_CLOCK });
+        }
         let mut body: Value = serde_json::from_slice(payload).unwrap();
         let options = body.as_object_mut().unwrap().remove("options").unwrap();
         let mut desk = self.desk.lock().unwrap();
         *desk.calls.entry(verb.to_owned()).or_default() += 1;
         if let Some(id) = options["request_id"].as_str() {
             desk.request_ids.push(id.to_owned());
+            desk.not_after.push(options["not_after"].as_u64().unwrap());
         }
         if let Some(refusals) = desk.refusals.get_mut(verb).filter(|refusals| !refusals.is_empty()) {
             return Err(refusals.remove(0));
@@ -269,6 +279,7 @@ impl Answering {
         let group_id = request.identity.group_id();
         let instance = InstanceId { group_id, position: LogPosition { seq: desk.positions, index: 0 } };
         desk.session = Some(request.session_id.clone());
+        desk.begun_with = request.policy;
         desk.record = Some(WeightRevisionMetadata {
             identity: request.identity.clone(),
             instance: instance.clone(),

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use ballast_client::{Phase, Progress, Route, Source, TensorData, TensorSource, Transport};
-use ballast_schemas::{Availability, ErrorCode};
+use ballast_client::{Phase, Progress, Route, Source, TensorData, TensorSource, Transport, WeightStore};
+use ballast_schemas::{Availability, ErrorCode, Residency, WeightStoragePolicy};
 use bytes::Bytes;
 use serde_json::json;
 
@@ -105,13 +105,35 @@ async fn a_put_waits_for_what_passes_and_says_so() {
     let store = cluster.store(Route::Best).await;
     cluster.refuse("begin_import", ErrorCode::Busy, json!({"session_id": "another"}), 1);
     cluster.refuse("begin_import", ErrorCode::Busy, json!({"operation_id": "op-1.0"}), 1);
+    cluster.refuse("begin_import", ErrorCode::CapacityExhausted, json!({"making_room": true}), 1);
     let notes = Arc::new(Mutex::new(Vec::new()));
     let seen = notes.clone();
     let progress = Progress::new(move |update| seen.lock().unwrap().extend(update.note.clone()));
     let source = Source::from_tensors(vec![tensor("w", content(1, 10))]).unwrap();
     store.weight_put(source, &identity(1), None, progress).await.unwrap().commit().await.unwrap();
-    assert_eq!(cluster.calls("begin_import"), 3);
-    assert_eq!(notes.lock().unwrap().len(), 2);
+    assert_eq!(cluster.calls("begin_import"), 4);
+    assert_eq!(notes.lock().unwrap().len(), 3);
+}
+
+#[tokio::test]
+async fn the_policy_of_a_put_goes_before_that_of_the_store_and_both_before_the_clusters() {
+    let cluster = Cluster::start().await;
+    let given = |preferred| Some(WeightStoragePolicy { preferred_residency: preferred, ..Default::default() });
+    for (of_put, of_store, expected) in [
+        (given(Residency::Hot), given(Residency::Cold), given(Residency::Hot)),
+        (None, given(Residency::Cold), given(Residency::Cold)),
+        (None, None, None),
+    ] {
+        let gateway = cluster.gateway(Route::Best).await;
+        let store = match of_store {
+            Some(policy) => WeightStore::with_default_policy(gateway.clone(), policy),
+            None => WeightStore::new(gateway.clone()),
+        };
+        let source = Source::from_tensors(vec![tensor("w", content(1, 10))]).unwrap();
+        let writer = store.weight_put(source, &identity(1), of_put, Progress::none()).await.unwrap();
+        assert_eq!(cluster.desk.lock().unwrap().begun_with, expected, "what the gateway is told; none: the cluster's");
+        writer.abort().await.unwrap();
+    }
 }
 
 #[tokio::test]
@@ -153,8 +175,10 @@ async fn a_model_that_does_not_fit_is_refused_with_numbers_and_leaves_no_session
     let source = Source::from_tensors(vec![huge]).unwrap();
     let error = store.weight_put(source, &identity(1), None, Progress::none()).await.unwrap_err();
     assert_eq!(error.code, ErrorCode::CapacityExhausted);
-    assert!(error.message.contains("104857600"), "{error}");
-    assert_eq!(cluster.calls("abort_import"), 1);
+    assert!(error.details.to_string().contains("104857600"), "{error}: {}", error.details);
+    let tries = cluster.calls("begin_import");
+    assert!(tries > 1, "what the gateway thought was there may be on its way");
+    assert_eq!(cluster.calls("abort_import"), tries);
 }
 
 #[tokio::test]

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use ballast_client::{ConnectOptions, Gateway, Route};
 use ballast_journal::{EmbeddedServer, ServerOptions};
-use ballast_schemas::{ErrorCode, TenantId};
+use ballast_schemas::{COMMAND_WINDOW_MS, ErrorCode, TenantId};
 use serde_json::{Value, json};
 
-use crate::cluster::{Cluster, identity};
+use crate::cluster::{Cluster, LOG_CLOCK, identity};
 
 #[tokio::test]
 async fn no_server_and_no_gateway_are_different_sentences() {
@@ -43,6 +43,10 @@ async fn a_request_is_sent_again_under_the_same_id_until_somebody_answers() {
     let ids = cluster.desk.lock().unwrap().request_ids.clone();
     assert_eq!(ids.len(), 4);
     assert!(ids.iter().all(|id| *id == ids[0]) && !ids[0].is_empty());
+    // However late one of them is read, it is good only for as long as the fold remembers the others.
+    let ends = cluster.desk.lock().unwrap().not_after.clone();
+    assert!(ends.iter().all(|end| *end == ends[0]), "{ends:?}");
+    assert!((LOG_CLOCK.0 + COMMAND_WINDOW_MS..LOG_CLOCK.0 + 2 * COMMAND_WINDOW_MS).contains(&ends[0]), "{ends:?}");
     gateway.call::<_, Value>(&TenantId::default_tenant(), "abort_import", &body).await.unwrap_err();
     assert_ne!(cluster.desk.lock().unwrap().request_ids[4], ids[0]);
 }

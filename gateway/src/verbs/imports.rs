@@ -1,13 +1,13 @@
 //! Import sessions: begin (and place), renew, commit, abort. The client moves the bytes to the node by itself; the gateway
 //! takes the proof that they are there from the node, never from the client.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_schemas::{
     AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, ClaimPhase, Command,
     CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef, NodeEndpoint, NodeId, Receipt,
-    RenewImport, Reply, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest, TokenRight,
-    UpsertMode, WeightRevisionMetadata,
+    RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest,
+    TokenRight, UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 use futures::future::try_join_all;
@@ -15,11 +15,15 @@ use serde_json::json;
 
 use super::{answer_with, checks, revisions, unexpected};
 use crate::context::Context;
-use crate::placement::place;
+use crate::placement::{NoPlace, place};
 use crate::request::{Answer, Call};
+use crate::room::{self, Room};
 
 /// How long a node is waited for that should be there: two of its statuses.
 const NODE_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a begin waits while room is made, within what a caller waits for an answer.
+const ROOM_PATIENCE: Duration = Duration::from_secs(6);
+const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_millis(500);
 
 pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<BeginImportRequest>()?;
@@ -40,7 +44,7 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
     let command =
         BeginImport { identity, session_id, ttl_ms, policy, placement_digest, placement, logical_bytes, unit_count };
     // The session id makes it safe to repeat; the placement may differ then, so the caller's request id would only be in the way.
-    let (position, reply) = context.submit_afresh(Command::BeginImport(command)).await?;
+    let (position, reply) = context.submit_afresh(&request.options, Command::BeginImport(command)).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     let endpoints = endpoints_of(context, &session).await?;
     let token =
@@ -87,9 +91,39 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
     if !no_place.may_pass {
         return Err(no_place.error);
     }
-    // Nodes fall silent together when the server restarts, and memory that was freed shows with the next status.
-    let later = context.directory.wait_for(NODE_PATIENCE, |_| choose().ok()).await;
-    later.map_or_else(choose, Ok).map(|node| vec![node]).map_err(|no_place| no_place.error)
+    wait_for_room(context, request.reserved_bytes, &choose).await.map(|node| vec![node])
+}
+
+/// Nodes fall silent together when the server restarts, memory that was freed shows with the next status, and AUTO revisions can
+/// be demoted. What takes longer is told, with `making_room` in its details, and asked again.
+async fn wait_for_room(
+    context: &Context,
+    needed_bytes: u64,
+    choose: &impl Fn() -> Result<NodeId, NoPlace>,
+) -> Result<NodeId, BallastError> {
+    let began = Instant::now();
+    loop {
+        let refusal = match choose() {
+            Ok(node) => return Ok(node),
+            Err(no_place) if no_place.error.code == ErrorCode::CapacityExhausted && no_place.may_pass => no_place.error,
+            Err(no_place) if began.elapsed() >= NODE_PATIENCE => return Err(no_place.error),
+            Err(_) => {
+                context.directory.wait_for(LOOK_FOR_ROOM_EVERY, |_| choose().ok()).await;
+                continue;
+            }
+        };
+        let nodes = context.directory.nodes();
+        let look = |state: &State| room::look_for(state, &nodes, &context.cluster_id, needed_bytes, refusal);
+        match context.replica.read(look) {
+            Room::Never { error } if began.elapsed() >= NODE_PATIENCE => return Err(error),
+            Room::Soon { error, .. } if began.elapsed() >= ROOM_PATIENCE => return Err(error),
+            Room::Soon { command: Some(command), .. } => {
+                drop(context.submit_afresh(&RequestOptions::default(), *command).await?);
+            }
+            Room::Soon { command: None, .. } | Room::Never { .. } => {}
+        }
+        context.directory.wait_for(LOOK_FOR_ROOM_EVERY, |_| choose().ok()).await;
+    }
 }
 
 /// Nodes for an import that finds its own session, or that the fold refuses as the state is now: because of what stands there,
@@ -129,7 +163,8 @@ pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, Ball
     let SessionRequest { identity, session_id } = request.body;
     call.check_tenant(&identity)?;
     // Not under the caller's id: every renewal counts from its own entry.
-    let (position, reply) = context.submit_afresh(Command::RenewImport(RenewImport { identity, session_id })).await?;
+    let (position, reply) =
+        context.submit_afresh(&request.options, Command::RenewImport(RenewImport { identity, session_id })).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     Answer::new(position.seq, &SessionReply { session: *session })
 }
@@ -164,7 +199,7 @@ pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, Bal
     let manifest = agreed(&receipts)?;
     let command = CommitImport { identity, session_id, manifest, receipts };
     // The receipts may differ between repeats (a node restarted), so the caller's request id would only be in the way.
-    let (position, reply) = context.submit_afresh(Command::CommitImport(command)).await?;
+    let (position, reply) = context.submit_afresh(&request.options, Command::CommitImport(command)).await?;
     answer_with(position, reply)
 }
 

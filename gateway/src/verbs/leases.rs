@@ -84,7 +84,7 @@ pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, Ball
     checks::lease_ttl(ttl_ms)?;
     let command = RenewLease { identity, lease_id, ttl_ms };
     // Not under the caller's id: every renewal counts from its own entry.
-    let (position, reply) = context.submit_afresh(Command::RenewLease(command)).await?;
+    let (position, reply) = context.submit_afresh(&request.options, Command::RenewLease(command)).await?;
     let Reply::Lease(lease) = reply else { return Err(unexpected(&reply)) };
     Answer::new(position.seq, &LeaseReply { lease: *lease })
 }

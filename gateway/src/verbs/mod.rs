@@ -59,6 +59,7 @@ pub(crate) async fn perform(context: &Context, call: &Call) -> Result<Answer, Ba
         "cancel_operation" | "pause_operation" | "resume_operation" | "retry_operation" => {
             operations::steer(context, call).await
         }
+        "clock" => status::clock(context, call).await,
         "status" => status::status(context, call).await,
         other => Err(unknown_verb(other)),
     }

@@ -1,9 +1,17 @@
-//! `status`: the cluster, this replica, and how many of everything there are.
+//! `status`: the cluster, this replica, and how many of everything there are. `clock`: where the log clock stands.
 
-use ballast_schemas::{BallastError, StatusReply, StatusRequest};
+use ballast_schemas::{BallastError, ClockReply, StatusReply, StatusRequest};
+
+use ballast_workflows::State;
 
 use crate::context::Context;
 use crate::request::{Answer, Call};
+
+pub(super) async fn clock(context: &Context, call: &Call) -> Result<Answer, BallastError> {
+    let request = call.read::<StatusRequest>()?;
+    let (log_seq, log_clock) = context.read(&request.options, State::log_clock).await?;
+    Answer::new(log_seq, &ClockReply { log_clock })
+}
 
 pub(super) async fn status(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<StatusRequest>()?;

@@ -189,6 +189,7 @@ impl FakeNode {
             cold_engine: "none".into(),
             instances: 0,
             quarantined: 0,
+            objects: ballast_schemas::ObjectCounts::default(),
             labels: BTreeMap::new(),
         };
         let receipts: Arc<Mutex<HashMap<InstanceId, Receipt>>> = Arc::default();

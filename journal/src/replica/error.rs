@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ballast_schemas::{BallastError, ClusterId, CommandId, EnvelopeError, ErrorCode};
+use ballast_schemas::{BallastError, ClusterId, CommandId, Digest, EnvelopeError, ErrorCode};
 use ballast_workflows::FoldHalt;
 
 use crate::log::{AppendError, LogError, TailError};
@@ -33,6 +33,10 @@ pub enum ReplicaError {
     Create(AppendError),
     #[error("log entry {seq} stops the fold: {source}")]
     Halt { seq: u64, source: FoldHalt },
+    #[error(
+        "this replica decided something else than the others: after log entry {seq} its digest is {mine}, theirs {theirs} ({with_me} replicas with it, {others} against); it stops rather than answer from a wrong state. Start it again; if it comes back, it runs another build than the others or its snapshot is wrong: `ballast snapshots`, `--restore-from SEQ`"
+    )]
+    Disagreement { seq: u64, mine: Digest, theirs: Digest, with_me: usize, others: usize },
     #[error("the folding task ended: {reason}")]
     Ended { reason: String },
 }

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use tokio::task::JoinHandle;
 
 use super::{ReplicaError, ReplicaOptions, Shared, fresh_command_id};
+use crate::agreement::{self, Chains};
 use crate::events::EventBatch;
 use crate::log::{AppendError, Log, LogBounds, LogError, Record, Tail, TailError};
 use crate::snapshots::{RestoreFrom, SnapshotStore, restore};
@@ -67,12 +68,13 @@ pub(super) async fn restore_state(
     Ok(state)
 }
 
-/// Marks the replica as failed when the folding task ends, however it ends.
+/// Marks the replica as failed when the folding task ends, however it ends, or when the others decided something else; it folds
+/// no further then.
 pub(super) async fn watch_folder(folding: JoinHandle<ReplicaError>, shared: Arc<Shared>) {
     let mut folding = AbortOnDrop(folding);
-    let error = match (&mut folding.0).await {
-        Ok(error) => error,
-        Err(ended) => ReplicaError::Ended { reason: ended.to_string() },
+    let error = tokio::select! {
+        ended = &mut folding.0 => ended.unwrap_or_else(|ended| ReplicaError::Ended { reason: ended.to_string() }),
+        disagreement = agreement::run(Arc::clone(&shared)) => disagreement,
     };
     shared.fail(error);
 }
@@ -109,11 +111,13 @@ async fn fold_record(shared: &Shared, record: Record) -> Result<(), ReplicaError
     let Record { seq, timestamp_ns, bytes } = record;
     let envelope = Envelope::decode(&bytes).map_err(|source| ReplicaError::Entry { seq, source })?;
     shared.ledger.note_entry(seq, timestamp_ns);
-    let applied = {
+    let (applied, chain) = {
         let mut state = shared.state.write().unwrap_or_else(PoisonError::into_inner);
-        fold(&mut state, seq, timestamp_ns, &envelope)
-    }
-    .map_err(|source| ReplicaError::Halt { seq, source })?;
+        let applied =
+            fold(&mut state, seq, timestamp_ns, &envelope).map_err(|source| ReplicaError::Halt { seq, source })?;
+        (applied, state.chain())
+    };
+    shared.chains.lock().unwrap_or_else(PoisonError::into_inner).note(seq, chain);
     if let Some(sink) = &shared.options.events {
         // A publisher that ended was stopped together with this process's services.
         let _ = sink.push(EventBatch { seq, events: applied.events }).await;
@@ -136,6 +140,7 @@ async fn restore_over_gap(shared: &Shared, expected: u64, first: u64) -> Result<
     if at + 1 < first || at < expected {
         return Err(ReplicaError::NoSnapshot { first, snapshot: at });
     }
+    *shared.chains.lock().unwrap_or_else(PoisonError::into_inner) = Chains::since(&state);
     *shared.state.write().unwrap_or_else(PoisonError::into_inner) = state;
     // Their entries may lie in the gap; their senders ask again under the same id.
     shared.waiters.abandon();

@@ -1,5 +1,7 @@
 //! The journal against a real nats-server child (`ops/fetch-nats-server` installs it): the log, its loss, replicas, snapshots.
 
+mod agreement;
+mod history;
 mod log;
 mod replicas;
 mod server;

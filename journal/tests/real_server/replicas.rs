@@ -27,18 +27,18 @@ pub(crate) fn options(streams: &Streams, name: &str) -> ReplicaOptions {
 }
 
 /// Snapshots on demand, and nothing kept of the log that they make superfluous.
-fn trimming(options: ReplicaOptions) -> ReplicaOptions {
+pub(crate) fn trimming(options: ReplicaOptions) -> ReplicaOptions {
     let rules = SnapshotRules { every_entries: u64::MAX, every: Duration::from_secs(3600), keep: Duration::ZERO };
     ReplicaOptions { upkeep: UpkeepOptions { ticks: false, announce: false, snapshots: Some(rules) }, ..options }
 }
 
-async fn start(streams: &Streams, options: ReplicaOptions) -> Result<Replica, ReplicaError> {
+pub(crate) async fn start(streams: &Streams, options: ReplicaOptions) -> Result<Replica, ReplicaError> {
     let log: Arc<dyn Log> = Arc::new(JetStreamLog::new(streams));
     let snapshots: Arc<dyn SnapshotStore> = Arc::new(JetStreamSnapshots::new(streams));
     in_time("the replica starts", Replica::start(log, Some(snapshots), options)).await
 }
 
-async fn submit_many(replica: &Replica, count: usize) {
+pub(crate) async fn submit_many(replica: &Replica, count: usize) {
     let submits = (0..count).map(|_| replica.submit(Command::Barrier));
     for submitted in futures::future::join_all(submits).await {
         submitted.unwrap().1.unwrap();
@@ -147,7 +147,7 @@ async fn a_damaged_snapshot_is_refused_by_name_and_an_older_one_can_be_chosen() 
     store.put(newer.clone(), Bytes::from(bytes)).await.unwrap();
 
     let error = start(&cluster.streams, options(&cluster.streams, "two")).await.unwrap_err();
-    assert!(error.to_string().contains(&newer.to_string()) && error.to_string().contains("--from"), "{error}");
+    assert!(error.to_string().contains(&newer.to_string()) && error.to_string().contains("--restore-from"), "{error}");
     let from_older = ReplicaOptions { restore_from: RestoreFrom::Seq(older.seq), ..options(&cluster.streams, "two") };
     let second = start(&cluster.streams, from_older).await.unwrap();
     agree(&second, &replica).await;

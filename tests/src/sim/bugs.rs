@@ -44,6 +44,9 @@ bugs! {
     /// A gateway that sends an append again stamps its commands anew and never gives up: an envelope that comes after the
     /// window of the command table happens a second time.
     LateEnvelopeStampedAnew => "once|liveness",
+    /// A gateway stamps a request when it reads it, however long it lay in its connection: one that comes after the window of
+    /// the command table happens a second time.
+    LateRequestStampedAfresh => "once|identity of bytes|nothing left|liveness",
     /// A node serves what it found in its folders without asking the log, and never drops what the log knows to be deleted.
     OldInstanceReadopted => "nothing left|identity of bytes|liveness",
     /// A node knows of readers that map a segment only by counting in its process: a restart forgets them.
@@ -86,6 +89,8 @@ bugs! {
     // Beyond the twelve.
     /// The state table: a READY revision that is ABSENT.
     ReadyAndAbsent => "state table",
+    /// A round of demotions begins as soon as the last one's migrations have ended, on figures from before.
+    RoundNotAwaited => "pressure",
     /// An operation's cursor goes back.
     ProgressGoesBack => "operations",
     /// A replica decides something by itself.
@@ -95,7 +100,7 @@ bugs! {
     /// A node deletes an instance that the log does not know yet.
     UnknownIsDropped => "identity of bytes|2,|6,|5,",
     /// A node answers for whatever instance of the group it holds.
-    LooksUpByGroup => "identity of bytes",
+    LooksUpByGroup => "identity of bytes|nothing left",
     /// A node's fences do not survive its process.
     FencesForgotten => "5,|6,|10,",
     /// A reader counts what it read although its lease had lapsed.

@@ -154,6 +154,7 @@ pub(crate) fn is_of_the_fold(bug: Bug) -> bool {
             | Bug::TombstoneKeepsOperation
             | Bug::BaseRetiredEarly
             | Bug::ReadyAndAbsent
+            | Bug::RoundNotAwaited
             | Bug::ProgressGoesBack
     )
 }
@@ -233,6 +234,10 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
         Bug::ReadyAndAbsent => {
             on_revision(state, published, |revision| set_metadata(revision, "residency", Value::text("ABSENT")));
         }
+        Bug::RoundNotAwaited => rewrite(state, |record| {
+            let rounds = record.field("rounds");
+            rounds.into_iter().flat_map(Value::entries).for_each(|rounds| rounds.set("moved_at", Value::Unsigned(0)));
+        }),
         Bug::ProgressGoesBack => {
             let advanced = state
                 .operations(&TenantId::default_tenant(), false, 100)

@@ -7,8 +7,8 @@ use std::rc::Rc;
 
 use ballast_schemas::{
     AcquireLease, Availability, BallastError, BeginImport, Command, CommandId, CommitImport, Digest, ErrorCode,
-    ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, NodeId, NodeReply, NodeRequest, OperationId,
-    Receipt, Reply, RevisionIdentity, SessionId, WeightRevisionMetadata,
+    ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, LogTime, MigrationTrigger, NodeId, NodeReply,
+    NodeRequest, OperationId, Receipt, RelievePressure, Reply, RevisionIdentity, SessionId, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 
@@ -17,6 +17,7 @@ use super::faults::Target;
 use super::inspector::inspect;
 use super::net::{Patience, Service, ask};
 use super::node::Node;
+use super::reconciler::UNIT_BYTES;
 use super::replica::Replica;
 use super::runtime::{MS, ProcessId, SECOND};
 use super::world::{Slot, W};
@@ -71,9 +72,11 @@ impl Gateway {
         &self.replica.w
     }
 
-    /// Appends and answers with what the fold says.
-    pub async fn submit(&self, id: CommandId, command: Command) -> Result<Reply, BallastError> {
-        let answer = self.replica.submit_as(id, command).await;
+    /// Appends and answers with what the fold says. `until` is the end that the client gave its request.
+    pub async fn submit(&self, id: CommandId, until: LogTime, command: Command) -> Result<Reply, BallastError> {
+        // The planted bug: good for a window from whenever it was read.
+        let until = Some(until).filter(|_| !self.w().bug(Bug::LateRequestStampedAfresh));
+        let answer = self.replica.submit_as(id, until, command).await;
         // Folded, and nobody has been told.
         self.w().may_die(&self.slot, Target::Gateway(self.at)).await;
         match answer {
@@ -88,17 +91,34 @@ impl Gateway {
     }
 
     /// Opens an import session somewhere with room.
-    pub async fn begin_import(&self, mut command: BeginImport) -> Result<ImportSession, BallastError> {
+    pub async fn begin_import(&self, mut command: BeginImport, until: LogTime) -> Result<ImportSession, BallastError> {
         let standing = self.metadata(&command.identity).filter(|found| found.availability != Availability::Deleted);
         command.placement = match standing {
             Some(found) => found.placement,
-            None => self.place(command.unit_count.into())?,
+            None => match self.place(command.unit_count.into()) {
+                Ok(placement) => placement,
+                Err(error) => {
+                    self.make_room(command.unit_count.into()).await;
+                    return Err(error);
+                }
+            },
         };
         let id = self.w().command_id();
-        match self.submit(id, Command::BeginImport(command)).await? {
+        match self.submit(id, until, Command::BeginImport(command)).await? {
             Reply::Import(session) => Ok(*session),
             other => Err(BallastError::invalid(format!("not a session: {other:?}"))),
         }
+    }
+
+    /// Has AUTO revisions demoted somewhere; the importer asks again later.
+    async fn make_room(&self, units: u64) {
+        let w = self.w();
+        let Some(node) = w.draw(|rng| rng.pick(&w.nodes).cloned()).filter(|node| node.has_cold) else { return };
+        let (trigger, bytes, cold_free_bytes) = (MigrationTrigger::Pressure, units * UNIT_BYTES, u64::MAX);
+        let round = self.replica.read(|state| state.plan_round(&node.id, trigger, bytes, cold_free_bytes).round);
+        let command = RelievePressure { node: node.id.clone(), round, trigger, bytes, cold_free_bytes };
+        // Its outcome shows in the memory that is free later.
+        drop(self.replica.submit(Command::RelievePressure(command)).await);
     }
 
     fn place(&self, units: u64) -> Result<Vec<NodeId>, BallastError> {
@@ -124,6 +144,7 @@ impl Gateway {
         identity: &RevisionIdentity,
         session_id: &SessionId,
         sha256: Digest,
+        until: LogTime,
     ) -> Result<WeightRevisionMetadata, BallastError> {
         let look = |state: &State| (state.revision(identity).cloned(), state.import(identity).cloned());
         let (record, session) = self.replica.read(look);
@@ -150,7 +171,7 @@ impl Gateway {
         let manifest = manifest.ok_or_else(|| BallastError::invalid("a placement of no nodes"))?;
         let (identity, session_id) = (identity.clone(), session_id.clone());
         let command = Command::CommitImport(CommitImport { identity, session_id, manifest, receipts });
-        match self.submit(self.w().command_id(), command).await? {
+        match self.submit(self.w().command_id(), until, command).await? {
             Reply::Revision(revision) => Ok(*revision),
             other => Err(BallastError::invalid(format!("not a revision: {other:?}"))),
         }
@@ -187,9 +208,10 @@ impl Gateway {
     pub async fn acquire_lease(
         &self,
         command: AcquireLease,
+        until: LogTime,
     ) -> Result<(LeaseGrant, WeightRevisionMetadata), BallastError> {
         let identity = command.identity.clone();
-        let grant = match self.submit(self.w().command_id(), Command::AcquireLease(command)).await? {
+        let grant = match self.submit(self.w().command_id(), until, Command::AcquireLease(command)).await? {
             Reply::Lease(grant) => *grant,
             other => return Err(BallastError::invalid(format!("not a lease: {other:?}"))),
         };

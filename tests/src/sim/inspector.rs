@@ -77,7 +77,7 @@ async fn look_at(gateway: &Gateway, record: &WeightRevisionMetadata, asked_under
     };
     let id = w.command_id();
     looked_at(w, &id, Some(looked));
-    let told = replica.submit_as(id, command).await;
+    let told = replica.submit_as(id, None, command).await;
     let stale = matches!(&told, Some((_, Err(rejection))) if rejection.code == ErrorCode::Conflict);
     if stale && replica.read(|state: &State| state.revision(&record.identity) == Some(record)) {
         // An effect was authorised that some holder never heard of: it must not happen any more before the look counts.

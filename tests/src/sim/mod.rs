@@ -15,6 +15,7 @@ mod log;
 mod net;
 mod node;
 mod plan;
+mod reconciler;
 mod replica;
 mod rng;
 mod runtime;

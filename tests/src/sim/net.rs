@@ -17,15 +17,13 @@ pub(crate) struct Patience {
     pub lively: bool,
     /// It may arrive twice (a connection of one's own does not do that).
     pub may_double: bool,
-    /// A request that waited longer than this, in the connection of a sleeper say, is not taken any more.
-    pub good_for_ns: u64,
     /// It arrives only after this long: whoever sends it falls asleep with it in hand.
     pub late_ns: Option<u64>,
 }
 
 impl Patience {
     pub const fn new(silence_ns: u64) -> Self {
-        Self { silence_ns, lively: false, may_double: false, good_for_ns: u64::MAX, late_ns: None }
+        Self { silence_ns, lively: false, may_double: false, late_ns: None }
     }
 }
 
@@ -71,12 +69,12 @@ where
     let handler = Rc::new(handler);
     let network = &w.plan.network;
     if !from.is_cut(w.now()) && !w.strikes(network.lose, "request lost") {
-        deliver(w, from, to, &exchange, &handler, (patience.late_ns.unwrap_or_else(|| w.hop()), patience.good_for_ns));
+        deliver(w, from, to, &exchange, &handler, patience.late_ns.unwrap_or_else(|| w.hop()));
     }
     if patience.may_double && w.strikes(network.duplicate, "request duplicated") {
         let late = w.strikes(network.late, "request late");
-        let delay = w.draw(|rng| if late { rng.between(SECOND, 90 * SECOND) } else { rng.between(MS, 500 * MS) });
-        deliver(w, from, to, &exchange, &handler, (delay, patience.good_for_ns));
+        let delay = w.draw(|rng| if late { rng.between(SECOND, 300 * SECOND) } else { rng.between(MS, 500 * MS) });
+        deliver(w, from, to, &exchange, &handler, delay);
     }
     loop {
         let answer = exchange.answered.wait_for(|| exchange.answer.borrow_mut().take());
@@ -91,14 +89,8 @@ where
     }
 }
 
-fn deliver<S, T, F, Fut>(
-    w: &W,
-    from: &Link,
-    to: &Rc<Slot<S>>,
-    exchange: &Rc<Exchange<T>>,
-    handler: &Rc<F>,
-    (delay, good_for_ns): (u64, u64),
-) where
+fn deliver<S, T, F, Fut>(w: &W, from: &Link, to: &Rc<Slot<S>>, exchange: &Rc<Exchange<T>>, handler: &Rc<F>, delay: u64)
+where
     S: Service,
     T: 'static,
     F: Fn(Rc<S>) -> Fut + 'static,
@@ -106,7 +98,6 @@ fn deliver<S, T, F, Fut>(
 {
     let (world, from, to) = (Rc::clone(w), from.clone(), Rc::clone(to));
     let (exchange, handler) = (Rc::clone(exchange), Rc::clone(handler));
-    let good_until = w.now().saturating_add(good_for_ns);
     w.rt.spawn(w.network, async move {
         let w = world;
         w.rt.sleep(delay).await;
@@ -121,9 +112,6 @@ fn deliver<S, T, F, Fut>(
         let process = service.process();
         let world = Rc::clone(&w);
         w.rt.spawn(process, async move {
-            if world.now() > good_until {
-                return world.fault("request out of date");
-            }
             exchange.at_work.set(exchange.at_work.get() + 1);
             exchange.worker.set(Some(process));
             let answer = handler(service).await;

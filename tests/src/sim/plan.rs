@@ -40,6 +40,8 @@ pub(crate) struct Network {
     /// Of duplicates, how many come very late.
     pub late: u32,
     pub slow: u32,
+    /// An entry that comes to a replica only after many seconds, while the replica can be reached.
+    pub stall: u32,
     pub ack_lost: u32,
     /// An append that is stored long after it was given up.
     pub append_late: u32,
@@ -81,6 +83,7 @@ pub(crate) struct Actions {
     pub delete_first: u32,
     pub get: u32,
     pub migrate: u32,
+    pub press: u32,
     pub policy: u32,
     pub remove: u32,
     pub control: u32,
@@ -101,6 +104,7 @@ impl Plan {
             duplicate: rate(),
             late: 3_000,
             slow: rate(),
+            stall: rate() / 8,
             ack_lost: rate(),
             append_late: rate() / 2,
             release_late: rate() * 3,
@@ -131,6 +135,7 @@ impl Plan {
             delete_first: 6,
             get: 34,
             migrate: 16,
+            press: 8,
             policy: 8,
             remove: 6,
             control: 12,
@@ -204,19 +209,28 @@ impl Plan {
             Bug::LateEnvelopeStampedAnew => {
                 plan.gateways = 3;
                 plan.clients = 5;
-                plan.chaos_ns = 400 * SECOND;
+                plan.chaos_ns = 600 * SECOND;
                 plan.entries_max = 2_000;
                 plan.actions = Actions { control: 100, migrate: 40, policy: 40, ..plan.actions.clone() };
                 plan.actions.every_ns = 2 * SECOND;
                 plan.network.lose = 1_000;
-                plan.network.ack_lost = 3_000;
+                plan.network.ack_lost = 8_000;
                 plan.strikes = Strikes {
                     isolate: 90,
                     leader_change: 40,
-                    cut_s_max: 260,
+                    cut_s_max: 400,
                     every_ns: 3 * SECOND,
                     ..plan.strikes.clone()
                 };
+            }
+            Bug::LateRequestStampedAfresh => {
+                plan.clients = 5;
+                plan.chaos_ns = 400 * SECOND;
+                plan.entries_max = 2_000;
+                plan.network.duplicate = 3_000;
+                plan.network.late = 9_000;
+                plan.actions = Actions { control: 100, migrate: 40, policy: 40, get: 60, ..plan.actions.clone() };
+                plan.actions.every_ns = 2 * SECOND;
             }
             Bug::OldInstanceReadopted | Bug::LooksUpByGroup => {
                 plan.nodes = 1;
@@ -260,6 +274,12 @@ impl Plan {
                 plan.actions = Actions { migrate: 80, get: 60, ..plan.actions.clone() };
                 plan.strikes = Strikes { crash: 60, every_ns: 2 * SECOND, ..plan.strikes.clone() };
             }
+            Bug::RoundNotAwaited => {
+                plan.no_cold = 0;
+                plan.nodes = 1;
+                plan.actions = Actions { press: 120, put: 60, get: 60, ..plan.actions.clone() };
+                plan.actions.every_ns = SECOND;
+            }
             Bug::WatermarkAsHead => plan.actions = Actions { discover: 60, remove: 20, ..plan.actions.clone() },
             Bug::DeletionForgetsHolder => {
                 plan.nodes = 3;
@@ -269,7 +289,8 @@ impl Plan {
             Bug::UnknownIsDropped => {
                 plan.gateways = 3;
                 plan.actions.put = 80;
-                plan.strikes = Strikes { crash: 60, isolate: 40, every_ns: 2 * SECOND, ..plan.strikes.clone() };
+                plan.network.stall = 100;
+                plan.strikes = Strikes { crash: 60, every_ns: 2 * SECOND, ..plan.strikes.clone() };
             }
             Bug::LapseIgnored => {
                 plan.actions.get = 100;

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use ballast_schemas::{
-    COMMAND_WINDOW_MS, Command, CommandId, CommandRecord, Envelope, LogPosition, Outcome, TICK_SILENCE_MS,
+    COMMAND_WINDOW_MS, Command, CommandId, CommandRecord, Envelope, LogPosition, LogTime, Outcome, TICK_SILENCE_MS,
 };
 use ballast_workflows::{State, fold};
 
@@ -96,6 +96,9 @@ impl Replica {
             let next = self.state.borrow().log_seq() + 1;
             w.log.grew.wait_for(|| (w.log.last_seq() >= next).then_some(())).await;
             w.rt.sleep(w.hop() / 2).await;
+            if w.strikes(w.plan.network.stall, "replica stalled") {
+                w.rt.sleep(w.draw(|rng| rng.between(1, 40)) * SECOND).await;
+            }
             while self.link.is_cut(w.now()) {
                 w.rt.sleep_until(self.link.back_at()).await;
             }
@@ -139,9 +142,10 @@ impl Replica {
     }
 
     /// Appends a command and waits for what the fold says. `None`: unknown.
-    pub async fn submit_as(&self, id: CommandId, command: Command) -> Option<Answer> {
+    pub async fn submit_as(&self, id: CommandId, not_after: Option<LogTime>, command: Command) -> Option<Answer> {
         let w = &self.w;
-        let not_after = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
+        let stamp = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
+        let not_after = not_after.map_or(stamp, |given| given.min(stamp));
         let record = CommandRecord { id, not_after, command };
         let (giver, taker) = oneshot();
         self.queue.borrow_mut().push_back(Pending { record, answer: giver });
@@ -150,7 +154,7 @@ impl Replica {
     }
 
     pub async fn submit(&self, command: Command) -> Option<Answer> {
-        self.submit_as(self.w.command_id(), command).await
+        self.submit_as(self.w.command_id(), None, command).await
     }
 
     async fn append(self: Rc<Self>) {

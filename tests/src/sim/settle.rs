@@ -12,6 +12,7 @@ use ballast_workflows::State;
 use super::gateway::Gateway;
 use super::invariants::{self, every_revision};
 use super::log::fold_again;
+use super::reconciler::unrelieved;
 use super::runtime::SECOND;
 use super::world::W;
 use super::{client, faults};
@@ -61,7 +62,8 @@ fn come_to_rest(w: &W) -> bool {
         if w.rt.is_stopped() {
             return false;
         }
-        let left = w.log.truth(what_is_left);
+        let mut left = w.log.truth(what_is_left);
+        left.extend(unrelieved(w));
         if left.is_empty() && replicas_agree(w) {
             w.rested_after_ns.set(w.now() - begun);
             return true;

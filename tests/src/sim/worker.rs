@@ -18,6 +18,7 @@ use super::gateway::{call_node, unavailable};
 use super::hints::Hint;
 use super::invariants;
 use super::net::Service;
+use super::reconciler::reconcile;
 use super::replica::Replica;
 use super::runtime::{Either, MS, ProcessId, either};
 use super::world::{Slot, W};
@@ -58,6 +59,7 @@ pub(crate) fn start(w: &W, slot: &Rc<Slot<Worker>>) {
         let worker = WorkerId::new(name).expect("a short ASCII name is a worker id");
         let at = w.workers.iter().position(|other| Rc::ptr_eq(other, &slot)).unwrap_or_default();
         let worker = Rc::new(Worker { slot: Rc::clone(&slot), at, replica, worker, driven: RefCell::default() });
+        w.rt.spawn(process, reconcile(Rc::clone(&w), Rc::clone(&worker.replica)));
         for _ in 0..CONCURRENCY {
             w.rt.spawn(process, Rc::clone(&worker).follow_hints());
         }
@@ -309,7 +311,7 @@ impl Worker {
     async fn append(&self, drive: &Drive, command: Command) -> Option<Result<(), BallastError>> {
         let id = self.w().command_id();
         invariants::looked_at(self.w(), &id, drive.seen_at.get());
-        let (_, outcome) = self.replica.submit_as(id, command).await?;
+        let (_, outcome) = self.replica.submit_as(id, None, command).await?;
         Some(outcome.map(drop).map_err(BallastError::from))
     }
 

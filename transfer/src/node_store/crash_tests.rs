@@ -79,7 +79,7 @@ fn a_crash_at_any_step_of_a_deletion_can_be_gone_on_from() {
     crash_at_every_step("delete units", prepare, |store, id| {
         delete(store, id, 4, 0..3).is_ok()
             && delete(store, id, 4, 3..5).is_ok()
-            && store.delete_instance(id, at(4)).is_ok()
+            && store.delete_instance(id, at(4), &crate::Progress::default()).is_ok()
     });
 }
 
@@ -109,7 +109,7 @@ fn a_crash_at_any_step_of_a_seal_leaves_all_or_nothing() {
             Ok(_) => assert!(check_readable(&store, &id, &SIZES).hot.is_full(), "step {steps}"),
             Err(error) => {
                 assert!(sealed.is_err() && steps % 2 == 1, "step {steps}: a given receipt was lost: {error}");
-                store.delete_instance(&id, at(9)).unwrap();
+                store.delete_instance(&id, at(9), &crate::Progress::default()).unwrap();
             }
         }
         if !died {

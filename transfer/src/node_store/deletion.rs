@@ -40,13 +40,13 @@ impl NodeStore {
             cold
         };
         self.free_cold(&instance, &cold_before)?;
+        progress.add_bytes(instance.padded_bytes(&units));
         let freed = instance.free_unguarded(&units, effect.fence)?;
         self.unlink_empty_segments(&instance)?;
         if freed > 0 {
             instance.save_memory(&lock(&instance.state))?;
         }
         progress.add_units(units.len() as u32);
-        progress.add_bytes(instance.padded_bytes(&units));
         Ok(Some(self.inventory_of(&instance)))
     }
 
@@ -54,11 +54,11 @@ impl NodeStore {
     ///
     /// # Errors
     /// When a higher fence is in force, or a tier fails.
-    pub fn delete_instance(&self, id: &InstanceId, fence: LogPosition) -> Result<(), StoreError> {
+    pub fn delete_instance(&self, id: &InstanceId, fence: LogPosition, progress: &Progress) -> Result<(), StoreError> {
         if let Some(instance) = self.begin_deletion(id, fence)? {
             let _queue = lock(&instance.queue);
             instance.obey(fence)?;
-            self.remove(&instance)?;
+            self.remove(&instance, progress)?;
         }
         self.verify_empty(id)
     }
@@ -69,7 +69,7 @@ impl NodeStore {
         let Some(instance) = self.read_instances().get(id).cloned() else { return Ok(()) };
         let _queue = lock(&instance.queue);
         lock(&instance.state).deleting = true;
-        self.remove(&instance)
+        self.remove(&instance, &Progress::default())
     }
 
     /// Whether nothing of an instance is here.
@@ -162,12 +162,14 @@ impl NodeStore {
     }
 
     /// Removes everything of an instance from both tiers and from the list. The caller holds its queue.
-    fn remove(&self, instance: &Instance) -> Result<(), StoreError> {
+    fn remove(&self, instance: &Instance, progress: &Progress) -> Result<(), StoreError> {
         if let (Some(files), Some(cold)) = (&instance.cold, &self.cold) {
             files.forget_all();
             remove_atomically(files.folder()).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
             sync_folder(&cold.instances()).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
         }
+        // The disk is empty, the memory is not yet: a group without bytes has its manifest at least.
+        progress.add_bytes(instance.layout.padded_bytes().max(1));
         let gone = instance.memory_folder.with_extension(GONE);
         rename_if_there(&instance.memory_folder, &gone).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         let segments = instance.memory.unlink_all().map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
@@ -187,6 +189,7 @@ impl NodeStore {
             self.bury(&instance.id, fence);
         }
         self.write_instances().remove(&instance.id);
+        instance.unguard(self.memory.objects());
         Ok(())
     }
 }

@@ -170,6 +170,7 @@ impl NodeStore {
             cold_charge,
         };
         let instance = Instance::new(&self.memory, self.cold.as_ref(), &record, layout, state);
+        instance.guard(self.memory.objects());
         instances.insert(id.clone(), Arc::new(instance));
         Ok(Allocated { reserved_bytes: bytes, sealed: false })
     }
@@ -291,6 +292,7 @@ impl NodeStore {
         }
         state.sealed = Some(sealed.clone());
         drop(state);
+        instance.guard(self.memory.objects());
         // What was noted of the writes is of no more use.
         *lock(&instance.writes) = Writes { units: Vec::new(), room: Vec::new() };
         Ok(self.receipt_of(&instance, &sealed))

@@ -12,6 +12,7 @@ mod deletion;
 mod fault_tests;
 mod import;
 mod instance;
+mod ordinary;
 mod reading;
 mod residency;
 #[cfg(test)]
@@ -22,7 +23,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use ballast_schemas::{ClusterId, InstanceId, InstanceStanding, LogPosition, NodeId, NodeInventory};
+use ballast_schemas::{ClusterId, InstanceId, InstanceStanding, LogPosition, NodeId, NodeInventory, ObjectCounts};
 use uuid::Uuid;
 
 pub use adoption::{Adoption, DamagedFolder};
@@ -76,7 +77,7 @@ pub enum OpenError {
 }
 
 /// How full a node is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeUsage {
     /// The memory tier.
     pub memory: Usage,
@@ -88,6 +89,8 @@ pub struct NodeUsage {
     pub instances: u32,
     /// Instances that are kept but not served.
     pub quarantined: u32,
+    /// Ordinary objects; their bytes are part of the memory used.
+    pub objects: ObjectCounts,
 }
 
 /// The store of one node.
@@ -138,6 +141,7 @@ impl NodeStore {
             (memory, cold) => cold.or(memory),
         };
         let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref())?;
+        instances.values().for_each(|instance| instance.guard(memory.objects()));
         Ok(Arc::new(Self {
             node: options.node.clone(),
             incarnation: incarnation.to_string(),
@@ -193,6 +197,7 @@ impl NodeStore {
             cold: self.cold.as_deref().map(ColdTier::usage),
             instances: instances.len() as u32,
             quarantined: quarantined as u32,
+            objects: self.memory.objects().counts(),
         }
     }
 

@@ -320,13 +320,13 @@ fn room_is_reserved_before_any_byte_moves() {
     assert_eq!(error.code, ErrorCode::CapacityExhausted);
     assert_eq!(error.details["asked_bytes"], 100 << 20);
     assert_eq!(error.details["limit_bytes"], 256 << 20);
-    assert!(error.message.contains("58720256 bytes are free"), "{error}");
+    assert!(error.message.contains("58.7 MB are free"), "{error}");
     let other = SessionId::new("session-2").unwrap();
     let refused = store.allocate(&instance(1), &other, &[200 << 20]).unwrap_err();
     assert!(matches!(refused, StoreError::OtherSession { .. }), "{refused}");
     let refused = store.allocate(&instance(1), &session(), &[1]).unwrap_err();
     assert!(matches!(refused, StoreError::OtherLayout { .. }), "{refused}");
-    store.delete_instance(&instance(1), at(5)).unwrap();
+    store.delete_instance(&instance(1), at(5), &Progress::default()).unwrap();
     store.allocate(&instance(2), &session(), &[100 << 20]).unwrap();
 }
 
@@ -347,7 +347,7 @@ fn effects_with_a_lower_fence_are_refused_also_after_a_restart() {
         release(&store, &id, 8, 0..5).unwrap_err(),
         store.verify(&effect(&id, 8, 0..5), &progress).unwrap_err(),
         delete(&store, &id, 8, 0..5).unwrap_err(),
-        store.delete_instance(&id, at(8)).unwrap_err(),
+        store.delete_instance(&id, at(8), &Progress::default()).unwrap_err(),
     ];
     for refusal in refusals {
         assert!(matches!(refusal, StoreError::Fence(_)), "{refusal}");
@@ -532,8 +532,8 @@ fn deletion_leaves_no_byte_and_the_instance_can_not_come_back() {
     delete(&store, &id, 5, 2..5).unwrap();
     let usage = store.usage();
     assert_eq!((usage.memory.used_bytes, usage.cold.unwrap().used_bytes), (0, 0));
-    store.delete_instance(&id, at(5)).unwrap();
-    store.delete_instance(&id, at(5)).unwrap();
+    store.delete_instance(&id, at(5), &Progress::default()).unwrap();
+    store.delete_instance(&id, at(5), &Progress::default()).unwrap();
     assert!(delete(&store, &id, 5, 0..5).unwrap().is_none());
     store.verify_empty(&id).unwrap();
     for folder in [folders.memory.path(), folders.cold.path()] {
@@ -557,7 +557,7 @@ fn deletion_under_a_mapping_leaves_the_view_valid_and_the_bytes_charged() {
     for units in [0..2, 2..5] {
         delete(&store, &id, 5, units).unwrap();
     }
-    store.delete_instance(&id, at(5)).unwrap();
+    store.delete_instance(&id, at(5), &Progress::default()).unwrap();
     store.verify_empty(&id).unwrap();
     for (unit, &bytes) in SIZES.iter().enumerate() {
         assert!(mapped.view(unit as u32).unwrap() == content(unit as u32, bytes), "unit {unit}");
@@ -579,7 +579,7 @@ fn an_abandoned_import_is_deleted_like_anything_else() {
     let late = store.write(&id, &session(), 3, 0, &content(3, SIZES[3])).unwrap_err();
     assert!(matches!(late, StoreError::Deleting { .. }), "{late}");
     assert!(matches!(seal(&store, &id, &SIZES), Err(StoreError::Deleting { .. })));
-    store.delete_instance(&id, at(5)).unwrap();
+    store.delete_instance(&id, at(5), &Progress::default()).unwrap();
     assert_eq!(store.usage().memory.used_bytes, 0);
     assert_eq!(files_below(&folders.memory.path().join("instances")), Vec::<PathBuf>::new());
 }
@@ -600,7 +600,10 @@ fn the_log_decides_what_adopted_bytes_are_for() {
     check_readable(&store, &instance(1), &SIZES);
     let kept = store.reader(&instance(2)).unwrap_err();
     assert!(kept.to_string().contains("the log does not know it"), "{kept}");
-    assert!(matches!(store.delete_instance(&instance(2), at(9)), Err(StoreError::NotServed { .. })));
+    assert!(matches!(
+        store.delete_instance(&instance(2), at(9), &Progress::default()),
+        Err(StoreError::NotServed { .. })
+    ));
     store.verify_empty(&instance(3)).unwrap();
     assert_eq!((store.usage().instances, store.usage().quarantined), (2, 1));
     assert!(matches!(store.allocate(&instance(3), &session(), &SIZES), Err(StoreError::Deleted { .. })));
@@ -649,7 +652,7 @@ fn twenty_thousand_units_are_a_handful_of_files() {
     assert_eq!(inventory.hot.count(), 10_000);
     check_readable(&store, &id, &sizes);
     delete(&store, &id, 4, 0..20_000).unwrap();
-    store.delete_instance(&id, at(4)).unwrap();
+    store.delete_instance(&id, at(4), &Progress::default()).unwrap();
     assert_eq!(store.usage().memory.used_bytes, 0);
 }
 

@@ -159,6 +159,7 @@ fn status(node: &NodeId, cluster_id: &ClusterId) -> NodeStatus {
         cold_engine: "none".into(),
         instances: 0,
         quarantined: 0,
+        objects: ballast_schemas::ObjectCounts::default(),
         labels: BTreeMap::new(),
     }
 }

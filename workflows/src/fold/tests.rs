@@ -1,6 +1,6 @@
 use ballast_schemas::{
-    AnnounceReplica, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster, ReplicaId, Residency,
-    SnapshotCommitted, UpsertMode,
+    AnnounceReplica, BeginImport, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster,
+    FOLD_VERSION_FIRST, MigrationMode, RaiseFoldVersion, ReplicaId, Residency, SnapshotCommitted, UpsertMode,
 };
 
 use super::*;
@@ -114,6 +114,53 @@ fn a_command_from_too_far_in_the_future_is_refused() {
 }
 
 #[test]
+fn newer_rules_need_every_live_replica_and_stop_a_build_that_does_not_know_them() {
+    let mut log = Log::new();
+    let announce = |name: &str, fold_version| {
+        Command::AnnounceReplica(AnnounceReplica {
+            replica_id: ReplicaId::new(name).unwrap(),
+            families: vec![0, 8, 9, 10, 11, 12],
+            version: "1".into(),
+            fold_version,
+        })
+    };
+    let raise = |fold_version| Command::RaiseFoldVersion(RaiseFoldVersion { fold_version });
+    let next = FOLD_VERSION + 1;
+    let error = log.send(raise(next)).unwrap_err();
+    assert!(error.code == ErrorCode::NotReady && error.message.contains("no live replica"), "{error:?}");
+    log.send(announce("old", FOLD_VERSION)).unwrap();
+    log.send(announce("new", next)).unwrap();
+    let error = log.send(raise(next)).unwrap_err();
+    assert!(error.message.contains("replica old"), "{error:?}");
+    assert_eq!(log.send(raise(0)).unwrap_err().code, ErrorCode::InvalidArgument);
+    log.send(raise(FOLD_VERSION)).unwrap();
+    // The old one is replaced.
+    log.send(announce("old", next)).unwrap();
+    log.send(raise(next)).unwrap();
+    assert_eq!(log.state.fold_version(), next);
+    let (before, seq) = (log.state.clone(), log.state.log_seq() + 1);
+    let halt = fold(&mut log.state, seq, 5, &entry(vec![Command::Tick])).unwrap_err();
+    assert_eq!(halt, FoldHalt::FoldVersion { found: next });
+    assert_eq!(log.state, before);
+    let packed = rmp_serde::to_vec_named(&log.state).unwrap();
+    let error = rmp_serde::from_slice::<State>(&packed).unwrap_err().to_string();
+    assert!(error.contains(&format!("fold version {next}")), "nor does it start from such a snapshot: {error}");
+}
+
+#[test]
+fn an_announcement_of_the_first_rules_is_digested_as_it_was_before_there_were_others() {
+    let packed = rmp_serde::to_vec_named(&AnnounceReplica {
+        replica_id: ReplicaId::new("r").unwrap(),
+        families: vec![0],
+        version: "1".into(),
+        fold_version: FOLD_VERSION_FIRST,
+    });
+    let packed = packed.unwrap();
+    assert!(!String::from_utf8_lossy(&packed).contains("fold_version"));
+    assert_eq!(rmp_serde::from_slice::<AnnounceReplica>(&packed).unwrap().fold_version, FOLD_VERSION_FIRST);
+}
+
+#[test]
 fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
     let mut state = State::new();
     let cluster = CreateCluster {
@@ -128,6 +175,7 @@ fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
             replica_id: ReplicaId::new("r1").unwrap(),
             families: families.to_vec(),
             version: "1".into(),
+            fold_version: FOLD_VERSION_FIRST,
         })
     };
     let begin = Command::BeginImport(begin(1, hot()));
@@ -172,6 +220,36 @@ fn a_cluster_is_created_once() {
     assert_eq!(log.state.cluster_id().unwrap().as_str(), "c1");
     let bad = ClusterConfig { deletion_max_members_per_round: 0, ..ClusterConfig::default() };
     assert_eq!(log.code(Command::SetConfig(bad)), ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn watermarks_that_leave_nothing_between_them_are_refused_by_name() {
+    let mut log = Log::new();
+    for (low, high, named) in [
+        (0, 900_000, "weight_memory_low_watermark"),
+        (800_000, 800_000, "below the high one"),
+        (900_000, 800_000, "below the high one"),
+        (800_000, 1_000_001, "weight_memory_high_watermark"),
+    ] {
+        let config = ClusterConfig {
+            memory_low_watermark_ppm: low,
+            memory_high_watermark_ppm: high,
+            ..ClusterConfig::default()
+        };
+        let refused = log.refused(Command::SetConfig(config));
+        assert!(refused.message.contains(named), "{}", refused.message);
+    }
+}
+
+#[test]
+fn a_revision_without_a_policy_of_its_own_takes_the_clusters_at_that_entry() {
+    let mut log = Log::new();
+    let default_policy = policy(Residency::Cold, MigrationMode::Manual);
+    log.send(Command::SetConfig(ClusterConfig { default_policy, ..ClusterConfig::default() })).unwrap();
+    log.import(BeginImport { policy: None, ..begin(1, hot()) });
+    log.import(begin(2, hot()));
+    log.send(Command::SetConfig(ClusterConfig::default())).unwrap();
+    assert_eq!((log.revision(1).policy, log.revision(2).policy), (default_policy, hot()));
 }
 
 #[test]

@@ -2,10 +2,13 @@
 
 use ballast_schemas::{
     AbortReplacement, Availability, BallastError, ClusterConfig, Command, HotRatio, MigrationTrigger, OperationId,
-    PurgeTombstone, Remove, Residency, StartMigration, TenantId, UpdatePolicy,
+    PurgeTombstone, RelievePressure, Remove, Residency, StartMigration, TenantId, UpdatePolicy,
 };
 
+use ballast_workflows::State;
+
 use super::Client;
+use crate::sim::reconciler::UNIT_BYTES;
 use crate::sim::runtime::SECOND;
 
 impl Client {
@@ -34,6 +37,23 @@ impl Client {
         }))
         .await
         .map(drop)
+    }
+
+    /// A worker that was asleep since it saw a node's memory run short, or be free again.
+    pub(super) async fn press(&self) -> Result<(), BallastError> {
+        let w = &self.w;
+        let Some(node) = w.draw(|rng| rng.pick(&w.nodes).cloned()) else { return Ok(()) };
+        let (trigger, bytes) = w.draw(|rng| {
+            let trigger = if rng.chance(7_000) { MigrationTrigger::Pressure } else { MigrationTrigger::PressureRelief };
+            (trigger, rng.between(1, 12) * UNIT_BYTES)
+        });
+        let (node, cold_free_bytes) = (node.id.clone(), u64::MAX);
+        let asked = node.clone();
+        let look = move |state: &State| state.plan_round(&asked, trigger, bytes, cold_free_bytes).round;
+        let round = self.look(look).await?;
+        self.nap().await;
+        let command = RelievePressure { node, round, trigger, bytes, cold_free_bytes };
+        self.submit(Command::RelievePressure(command)).await.map(drop)
     }
 
     pub(super) async fn update_policy(&self) -> Result<(), BallastError> {

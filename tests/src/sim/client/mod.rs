@@ -10,9 +10,11 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use ballast_schemas::{
-    Availability, BallastError, Command, ErrorCode, HotRatio, MigrationMode, Reply, Residency, RevisionIdentity,
-    WeightRevisionMetadata, WeightStoragePolicy,
+    Availability, BallastError, COMMAND_WINDOW_MS, Command, ErrorCode, HotRatio, LogTime, MigrationMode, Reply,
+    Residency, RevisionIdentity, WeightRevisionMetadata, WeightStoragePolicy,
 };
+
+use ballast_workflows::State;
 
 use super::faults::Target;
 use super::gateway::{Gateway, unavailable};
@@ -23,9 +25,11 @@ use super::world::{Slot, W};
 
 pub(crate) use read::read_all;
 
-/// How long a client waits for one gateway before it asks another. Together with [`REQUEST_DEADLINE`] a repeat is received
-/// within the window in which the fold remembers the first one; beyond that, a request id promises nothing.
-const GATEWAY: Patience = Patience { may_double: true, good_for_ns: 25 * SECOND, ..Patience::new(8 * SECOND) };
+/// How long a client waits for one gateway before it asks another.
+const GATEWAY: Patience = Patience { may_double: true, ..Patience::new(8 * SECOND) };
+/// From a reading of the log clock, how long a mutation is good: as the product's client, within the time for which the fold
+/// remembers a repeat of it.
+const MUTATION_GOOD_FOR_MS: u64 = COMMAND_WINDOW_MS + 30_000;
 /// How long it repeats one request, under one id.
 const REQUEST_DEADLINE: u64 = 30 * SECOND;
 /// The data plane is a connection of one's own.
@@ -41,6 +45,7 @@ enum Action {
     DeleteFirst,
     Get,
     Migrate,
+    Press,
     Policy,
     Remove,
     Control,
@@ -85,6 +90,7 @@ impl Client {
             (actions.delete_first, Action::DeleteFirst),
             (actions.get, Action::Get),
             (actions.migrate, Action::Migrate),
+            (actions.press, Action::Press),
             (actions.policy, Action::Policy),
             (actions.remove, Action::Remove),
             (actions.control, Action::Control),
@@ -122,6 +128,7 @@ impl Client {
             Action::DeleteFirst => self.replace(ballast_schemas::UpsertMode::DeleteFirst).await,
             Action::Get => self.get().await,
             Action::Migrate => self.migrate().await,
+            Action::Press => self.press().await,
             Action::Policy => self.update_policy().await,
             Action::Remove => self.remove().await,
             Action::Control => self.control().await,
@@ -167,21 +174,31 @@ impl Client {
         }
     }
 
+    /// As [`Client::call`] for what changes something: no gateway carries it out after the end that it has through all its
+    /// repeats, however late one of them arrives.
+    async fn mutate<T: 'static, F, Fut>(&self, deadline_ns: u64, handler: F) -> Result<T, BallastError>
+    where
+        F: Fn(Rc<Gateway>, LogTime) -> Fut + Clone + 'static,
+        Fut: std::future::Future<Output = Result<T, BallastError>> + 'static,
+    {
+        let clock =
+            self.call(deadline_ns, |gateway: Rc<Gateway>| async move { Ok(gateway.replica.read(State::log_clock)) });
+        let until = clock.await?.plus_ms(MUTATION_GOOD_FOR_MS);
+        self.call(deadline_ns, move |gateway| handler(gateway, until)).await
+    }
+
     /// A mutation under one id through all its repeats.
     async fn submit(&self, command: Command) -> Result<Reply, BallastError> {
         let id = self.w.command_id();
-        let handler = move |gateway: Rc<Gateway>| {
+        let handler = move |gateway: Rc<Gateway>, until| {
             let (id, command) = (id.clone(), command.clone());
-            async move { gateway.submit(id, command).await }
+            async move { gateway.submit(id, until, command).await }
         };
-        self.call(REQUEST_DEADLINE, handler).await
+        self.mutate(REQUEST_DEADLINE, handler).await
     }
 
     /// Looks at some gateway's state.
-    async fn look<T: 'static>(
-        &self,
-        look: impl Fn(&ballast_workflows::State) -> T + Clone + 'static,
-    ) -> Result<T, BallastError> {
+    async fn look<T: 'static>(&self, look: impl Fn(&State) -> T + Clone + 'static) -> Result<T, BallastError> {
         let handler = move |gateway: Rc<Gateway>| {
             let look = look.clone();
             async move { Ok(gateway.replica.read(look)) }

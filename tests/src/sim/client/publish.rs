@@ -58,11 +58,11 @@ impl Client {
             logical_bytes: content.manifest.logical_bytes,
             unit_count: content.len(),
         };
-        let begin = move |gateway: Rc<Gateway>| {
+        let begin = move |gateway: Rc<Gateway>, until| {
             let command = command.clone();
-            async move { gateway.begin_import(command).await }
+            async move { gateway.begin_import(command, until).await }
         };
-        let session = self.call(REQUEST_DEADLINE, begin).await?;
+        let session = self.mutate(REQUEST_DEADLINE, begin).await?;
         self.nap().await;
         // A careless importer does not look whether its session is still its own.
         let careless = w.draw(|rng| rng.chance(3_000));
@@ -110,11 +110,11 @@ impl Client {
         self.nap().await;
         let (identity, session_id, sha256) =
             (session.identity.clone(), session.session_id.clone(), content.manifest.sha256);
-        let commit = move |gateway: Rc<Gateway>| {
+        let commit = move |gateway: Rc<Gateway>, until| {
             let (identity, session_id) = (identity.clone(), session_id.clone());
-            async move { gateway.commit_import(&identity, &session_id, sha256).await }
+            async move { gateway.commit_import(&identity, &session_id, sha256, until).await }
         };
-        let record = self.call(REQUEST_DEADLINE, commit).await?;
+        let record = self.mutate(REQUEST_DEADLINE, commit).await?;
         w.trace(format!("{} published {}", self.slot.name, record.identity));
         Ok(())
     }
@@ -126,11 +126,11 @@ impl Client {
             w.rt.sleep(session.ttl_ms * MS / 3).await;
             let (identity, session_id) = (session.identity.clone(), session.session_id.clone());
             let command = Command::RenewImport(RenewImport { identity, session_id });
-            let handler = move |gateway: Rc<Gateway>| {
+            let handler = move |gateway: Rc<Gateway>, until| {
                 let command = command.clone();
-                async move { gateway.submit(gateway.replica.w.command_id(), command).await }
+                async move { gateway.submit(gateway.replica.w.command_id(), until, command).await }
             };
-            let renewed = self.call(session.ttl_ms * MS / 3, handler).await;
+            let renewed = self.mutate(session.ttl_ms * MS / 3, handler).await;
             if renewed.is_err_and(|error| error.code != ErrorCode::Unavailable) {
                 *lost.borrow_mut() = true;
             }

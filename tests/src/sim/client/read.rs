@@ -54,11 +54,11 @@ impl Client {
             holder: self.slot.name.clone(),
             ttl_ms,
         };
-        let acquire = move |gateway: Rc<Gateway>| {
+        let acquire = move |gateway: Rc<Gateway>, until| {
             let command = command.clone();
-            async move { gateway.acquire_lease(command).await }
+            async move { gateway.acquire_lease(command, until).await }
         };
-        let (grant, record) = self.call(ttl_ms * MS, acquire).await?;
+        let (grant, record) = self.mutate(ttl_ms * MS, acquire).await?;
         self.nap().await;
         let lapsed: Shared<bool> = Rc::new(RefCell::new(false));
         let reading = self.read_and_hold(&grant, &record, hold_ns);
@@ -86,11 +86,11 @@ impl Client {
             w.rt.sleep(ttl_ms * MS / 3).await;
             let (identity, lease_id) = (grant.identity.clone(), grant.lease_id.clone());
             let command = Command::RenewLease(RenewLease { identity, lease_id, ttl_ms });
-            let handler = move |gateway: Rc<Gateway>| {
+            let handler = move |gateway: Rc<Gateway>, until| {
                 let command = command.clone();
-                async move { gateway.submit(gateway.replica.w.command_id(), command).await }
+                async move { gateway.submit(gateway.replica.w.command_id(), until, command).await }
             };
-            match self.call(ttl_ms * MS / 3, handler).await {
+            match self.mutate(ttl_ms * MS / 3, handler).await {
                 Err(error) if error.code != ErrorCode::Unavailable => *lapsed.borrow_mut() = true,
                 _ => {}
             }

@@ -12,6 +12,7 @@ mod leases_protect;
 mod light_metadata;
 mod nothing_left;
 mod once;
+mod pressure;
 mod readers;
 mod replacement_order;
 
@@ -64,6 +65,7 @@ pub(crate) struct Watch {
     /// When the nodes were looked at for a command.
     looked: BTreeMap<CommandId, Option<u64>>,
     deleting_since: BTreeMap<InstanceId, u64>,
+    rounds: pressure::Rounds,
 }
 
 /// After every entry.
@@ -78,6 +80,7 @@ pub(crate) fn check_entry(w: &W, folded: &Folded<'_>) {
     light_metadata::check(w, folded);
     nothing_left::check(w, watch, folded);
     last_replica::check(w, watch, folded);
+    pressure::check(w, watch, folded);
 }
 
 /// Before a good replica ends.

@@ -1,0 +1,224 @@
+//! Ordinary objects of a node: what is asked on `ballast.node.<node>.object` and answered (ARCHITECTURE.md, Ordinary
+//! objects). A message is one line of JSON; what follows the line are the object's bytes. No revision is reached this way.
+
+use std::collections::BTreeMap;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::BallastError;
+use crate::limits::OBJECT_KEY_BYTES_MAX;
+
+/// What a node is asked about its ordinary objects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ObjectRequest {
+    /// Store the bytes that follow under a key, in place of what was there.
+    Put {
+        /// The key.
+        key: ObjectKey,
+    },
+    /// Give the bytes.
+    Get {
+        /// The key.
+        key: ObjectKey,
+    },
+    /// Remove one object.
+    Remove {
+        /// The key.
+        key: ObjectKey,
+    },
+    /// Name the objects, in the order of their keys.
+    List {
+        /// Only keys after this one.
+        #[serde(default)]
+        after: String,
+    },
+    /// Remove every object.
+    Clear {
+        /// Only count.
+        #[serde(default)]
+        dry_run: bool,
+    },
+}
+
+/// A node's answer to an [`ObjectRequest`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ObjectReply {
+    /// It is there now.
+    Stored {
+        /// Its bytes.
+        bytes: u64,
+        /// Objects that gave way to it.
+        evicted: u64,
+    },
+    /// Its bytes follow the line.
+    Found {
+        /// How many bytes.
+        bytes: u64,
+    },
+    /// It is gone.
+    Removed {
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// Some of the objects.
+    Listed {
+        /// In the order of their keys.
+        objects: Vec<ObjectEntry>,
+        /// Whether there are more after the last one.
+        more: bool,
+    },
+    /// What was cleared, or would be.
+    Cleared {
+        /// Objects.
+        objects: u64,
+        /// Their bytes.
+        bytes: u64,
+        /// Keys of managed groups that were met and left alone.
+        skipped: u64,
+    },
+    /// Not done.
+    Failed(BallastError),
+}
+
+/// One object of a listing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ObjectEntry {
+    /// The key.
+    pub key: String,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+/// The ordinary objects of a node, in numbers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ObjectCounts {
+    /// Objects held.
+    pub count: u64,
+    /// Their bytes, charged to the memory tier.
+    pub bytes: u64,
+    /// Objects that gave way to others or to managed groups since the node started.
+    pub evicted: u64,
+    /// Keys of managed groups that a generic path met and left alone since the node started, by path
+    /// ([`GENERIC_PATHS`]).
+    pub guard_skips: BTreeMap<String, u64>,
+}
+
+/// Every generic path that removes objects: room for a managed group, the watermark, a single key, everything.
+pub const GENERIC_PATHS: [&str; 4] = ["evict", "quota", "remove", "clear"];
+
+/// A key that is no key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("an object's key must have 1 to {OBJECT_KEY_BYTES_MAX} bytes and no control characters; {key:?} has {} bytes", key.len())]
+pub struct ObjectKeyError {
+    key: String,
+}
+
+/// The key of an ordinary object, or of a managed group's member that somebody takes for one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ObjectKey(String);
+
+impl ObjectKey {
+    /// A key from text.
+    ///
+    /// # Errors
+    /// When it is empty, too long or has control characters.
+    pub fn new(key: impl Into<String>) -> Result<Self, ObjectKeyError> {
+        let key = key.into();
+        if key.is_empty() || key.len() > OBJECT_KEY_BYTES_MAX || key.chars().any(char::is_control) {
+            return Err(ObjectKeyError { key });
+        }
+        Ok(Self(key))
+    }
+
+    /// As text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The key of the managed group that this one would be a member of: `weight:<sha256>` for what lies below it, the
+    /// manifest's key for what lies below `weights/<ns>/<resource>/<revision>/<generation>`. `None` for an ordinary key.
+    #[must_use]
+    pub fn managed_owner(&self) -> Option<String> {
+        if self.0.starts_with("weight:") {
+            return self.0.split('/').next().map(str::to_owned);
+        }
+        let rest = self.0.strip_prefix("weights/")?;
+        let base: Vec<&str> = rest.split('/').take(4).collect();
+        Some(format!("weights/{}/manifest", base.join("/")))
+    }
+}
+
+impl TryFrom<String> for ObjectKey {
+    type Error = ObjectKeyError;
+
+    fn try_from(key: String) -> Result<Self, ObjectKeyError> {
+        Self::new(key)
+    }
+}
+
+impl From<ObjectKey> for String {
+    fn from(key: ObjectKey) -> Self {
+        key.0
+    }
+}
+
+impl std::fmt::Display for ObjectKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+/// One message: a line of JSON, then bytes.
+///
+/// # Errors
+/// When the head can not be written as JSON.
+pub fn object_message<T: Serialize>(head: &T, bytes: &[u8]) -> Result<Vec<u8>, serde_json::Error> {
+    let mut message = serde_json::to_vec(head)?;
+    message.push(b'\n');
+    message.extend_from_slice(bytes);
+    Ok(message)
+}
+
+/// The head of a message, and where its bytes begin.
+///
+/// # Errors
+/// When the first line is not the JSON expected.
+pub fn object_head<T: DeserializeOwned>(message: &[u8]) -> Result<(T, usize), serde_json::Error> {
+    let line = message.iter().position(|byte| *byte == b'\n').unwrap_or(message.len());
+    let head = serde_json::from_slice(message.get(..line).unwrap_or_default())?;
+    Ok((head, line.saturating_add(1).min(message.len())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_a_line_and_bytes() {
+        let request = ObjectRequest::Put { key: ObjectKey::new("a/b").unwrap() };
+        let message = object_message(&request, b"\n\0x").unwrap();
+        assert!(message.starts_with(b"{\"op\":\"put\",\"key\":\"a/b\"}\n"));
+        let (head, at) = object_head::<ObjectRequest>(&message).unwrap();
+        assert_eq!((head, &message[at..]), (request, b"\n\0x".as_slice()));
+        let (head, at) = object_head::<ObjectRequest>(b"{\"op\":\"clear\"}").unwrap();
+        assert_eq!((head, at), (ObjectRequest::Clear { dry_run: false }, 14));
+        for wrong in ["", "{}", r#"{"op":"put","key":""}"#, r#"{"op":"get","key":"a\nb"}"#, r#"{"op":"burn"}"#] {
+            assert!(object_head::<ObjectRequest>(wrong.as_bytes()).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn keys_of_managed_groups_are_told_from_ordinary_ones() {
+        let owner = |key: &str| ObjectKey::new(key).unwrap().managed_owner();
+        assert_eq!(owner("weights/ns/m/main/1/manifest").as_deref(), Some("weights/ns/m/main/1/manifest"));
+        assert_eq!(owner("weights/ns/m/main/1/payload/t/f").as_deref(), Some("weights/ns/m/main/1/manifest"));
+        assert_eq!(owner("weight:ab12").as_deref(), Some("weight:ab12"));
+        assert_eq!(owner("weight:ab12/payload/0").as_deref(), Some("weight:ab12"));
+        assert_eq!(owner("kv/weights/x"), None);
+    }
+}
