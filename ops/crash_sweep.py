@@ -256,10 +256,15 @@ class MigrationToFullDisk(FullDisk, Migration):
         self.fill(lane, which)
 
 
+# The operation meets the loss before the watch does.
+WITHOUT_WATCH = {"BALLAST_WATCH_DELAY_MS": "120000"}
+
+
 class MigrationOfLostBytes(Migration):
     """Nothing is left to be migrated: the revision is DEGRADED, and the operation ends because of that."""
 
     ends = ("SUPERSEDED",)
+    victim_env = WITHOUT_WATCH
 
     def __init__(self):
         super().__init__("HOT", "COLD", ("revision_degraded",))
@@ -273,6 +278,177 @@ class MigrationOfLostBytes(Migration):
 
     def survivors(self, which):
         return []
+
+
+class Repair(Story):
+    """What was in memory is lost, and is made again from disk; the watch of the workers begins it."""
+
+    name = "a repair from disk"
+    machine = "repair"
+    steps = ("claim", "raise_fence", "copy_to_memory", "operation_advanced", "operation_finished")
+
+    def prepare(self, lane, which):
+        lane.put(which)
+        for target in ["COLD", "HOT"]:
+            lane.migrate(which, target)
+            lane.settled(which)
+
+    def before_victim(self, lane, which):
+        lane.lose_memory()
+
+    def begin(self, lane, which):
+        return wait_until(lambda: self.begun(lane, which), STRIKE_S, "the watch begins the repair")
+
+    def begun(self, lane, which):
+        return next((one["operation_id"] for one in operations(lane) if one["kind"] == "REPAIRING" and one["identity"]["resource_id"] == which["resource_id"]), None)
+
+    def ask(self, lane, which):
+        """Begins the repair while no worker runs; the gateway has to have heard of the loss."""
+        def asked():
+            operation = lane.verbs.steady("repair", {"identity": which})["operation"]
+            return operation and operation["operation_id"]
+        return wait_until(asked, STRIKE_S, "the gateway hears of the loss")
+
+    def survivors(self, which):
+        return [(which, "HOT", "base")]
+
+
+class RepairOfDisk(Repair):
+    """What was on disk is cut off while the node is down."""
+
+    name = "a repair from memory"
+    steps = ("copy_to_cold", "operation_finished")
+
+    def before_victim(self, lane, which):
+        lane.node.kill()
+        self.damage(lane)
+        lane.node.start()
+        lane.wait_for_node()
+
+    def damage(self, lane):
+        for segment in lane.cold_segments():
+            with open(segment, "r+b") as file:
+                file.truncate(4096)
+
+
+class RepairOnBadDisk(RepairOfDisk):
+    """The copy on disk can not be made at first: a folder stands in its place."""
+
+    name = "a repair on a disk that refuses"
+    steps = ("operation_attempt_failed",)
+
+    def damage(self, lane):
+        self.blocked = lane.cold_segments()
+        for segment in self.blocked:
+            segment.unlink()
+            (segment / "in-the-way").mkdir(parents=True)
+
+    def after_strike(self, lane, which):
+        for segment in self.blocked:
+            shutil.rmtree(segment)
+
+
+class SlowRepair(Repair):
+    name = "a slow repair"
+    steps = ("renew_claim",)
+    victim_env = {"BALLAST_STEP_DELAY_MS": "3000"}
+
+
+class RepairWithoutNode(Repair):
+    """The node goes away once the repair is wanted."""
+
+    name = "a repair while the node is away"
+    steps = ("park_operation",)
+    begins_first = True
+
+    def begin(self, lane, which):
+        operation_id = self.ask(lane, which)
+        lane.node.kill()
+        return operation_id
+
+    def after_strike(self, lane, which):
+        lane.node.start()
+
+
+class RepairOfNothing(Repair):
+    """Everything is gone by the time the repair begins."""
+
+    name = "a repair of bytes that are gone"
+    steps = ("revision_degraded",)
+    ends = ("FAILED", "SUPERSEDED")
+    victim_env = WITHOUT_WATCH
+    begins_first = True
+
+    def begin(self, lane, which):
+        operation_id = self.ask(lane, which)
+        lane.node.kill()
+        for segment in lane.cold_segments():
+            segment.unlink()
+        lane.node.start()
+        lane.wait_for_node()
+        return operation_id
+
+    def finish(self, lane, which, operation_id):
+        wait_until(lambda: lane.metadata(which)["availability"] == "DEGRADED", END_S, "the loss is told")
+
+    def survivors(self, which):
+        return []
+
+
+class RepairWanted(Repair):
+    """The watch dies when it asks for the repair: another asks."""
+
+    name = "a loss that can be mended"
+    machine = "loss"
+    steps = ("start_repair",)
+
+    def begin(self, lane, which):
+        return None
+
+    def finish(self, lane, which, operation_id):
+        ends(lane, self, Repair.begin(self, lane, which))
+
+
+class Loss(Story):
+    """The watch dies when it tells that nothing is readable any more."""
+
+    name = "a loss of everything"
+    machine = "loss"
+    steps = ("revision_degraded",)
+
+    def prepare(self, lane, which):
+        lane.put(which)
+
+    def before_victim(self, lane, which):
+        lane.lose_memory()
+
+    def begin(self, lane, which):
+        return None
+
+    def finish(self, lane, which, operation_id):
+        wait_until(lambda: lane.metadata(which)["availability"] == "DEGRADED", END_S, "the loss is told")
+
+
+class Recovery(Loss):
+    """A node that was away for long comes back."""
+
+    name = "a node that comes back"
+    steps = ("revision_recovered",)
+
+    def prepare(self, lane, which):
+        super().prepare(lane, which)
+        lane.node.kill()
+        Loss.finish(self, lane, which, None)
+
+    def before_victim(self, lane, which):
+        lane.node.start()
+        lane.wait_for_node()
+
+    def finish(self, lane, which, operation_id):
+        wait_until(lambda: lane.metadata(which)["availability"] == "READY", END_S, "the recovery is told")
+
+    def survivors(self, which):
+        return [(which, "HOT", "base")]
 
 
 class Deletion(Story):
@@ -446,6 +622,7 @@ class PutFirstOfLostTarget(PutFirst):
 
     name = "PUT_FIRST with a target that is lost"
     steps = ("revision_degraded",)
+    victim_env = WITHOUT_WATCH
     begins_first = True
     ends = ("FAILED", "SUPERSEDED", "CANCELLED")
 
@@ -529,12 +706,33 @@ class NodeReceives(OnNode, Story):
         return [(which, "HOT", "base")]
 
 
+class NodeVerifies(OnNode, Story):
+    """The node dies while it reads its copies back for somebody who asked."""
+
+    name = "verify, the node dies"
+    steps = ("verify",)
+
+    def prepare(self, lane, which):
+        lane.put(which)
+
+    def begin(self, lane, which):
+        self.asker = lane.cli.start("verify", name_of(which))
+
+    def finish(self, lane, which, operation_id):
+        self.asker.communicate(timeout=END_S)
+        wait_until(lambda: lane.cli.run("verify", name_of(which)).returncode == 0, END_S, "the same question is answered", poll_s=0.2)
+
+    def survivors(self, which):
+        return [(which, "HOT", "base")]
+
+
 STORIES = [
     # The longest first.
     ExpiredImport, *[lambda origin=origin, target=target: Migration(origin, target) for origin, target in [("HOT", "COLD"), ("COLD", "HOT"), ("HOT", "MIXED"), ("COLD", "MIXED")]],
     Deletion, PutFirst, DeleteFirst, SlowMigration, SlowDeletion, SlowPutFirst, MigrationWithoutNode, DeletionWithoutNode,
     MigrationToFullDisk, DeletionOnBadDisk, PutFirstToFullDisk, PutFirstUnderLease, PutFirstWithoutNode, MigrationOfLostBytes, PutFirstOfLostTarget,
-    NodeDemotes, NodePromotes, NodeDeletes, NodeReceives,
+    Repair, RepairOfDisk, RepairOnBadDisk, SlowRepair, RepairWithoutNode, RepairOfNothing, RepairWanted, Loss, Recovery,
+    NodeDemotes, NodePromotes, NodeDeletes, NodeReceives, NodeVerifies,
 ]
 
 

@@ -63,6 +63,10 @@ pub enum Command {
     Upsert(UpsertArgs),
     /// Move a revision to HOT, COLD or MIXED.
     Migrate(MigrateArgs),
+    /// Make the copies that a revision lacks from those that it has.
+    Repair(RepairArgs),
+    /// Read a revision's bytes back on every tier and compare their checksums; wrong copies are no longer served.
+    Verify(NameArgs),
     /// Show operations, or act on one.
     Op(OpArgs),
     /// Delete a revision; a tombstone remains.
@@ -408,6 +412,20 @@ pub struct MigrateArgs {
     /// Hot share of the bytes when mixed; by default the policy's.
     #[arg(long, value_parser = ratio, value_name = "RATIO")]
     pub hot_ratio: Option<HotRatio>,
+    /// The metadata generation you saw; by default the current one.
+    #[arg(long, value_name = "N")]
+    pub expected: Option<u64>,
+    /// Wait until it has ended.
+    #[arg(long)]
+    pub wait: bool,
+}
+
+/// `ballast repair`.
+#[derive(Debug, Args)]
+pub struct RepairArgs {
+    /// Which revision.
+    #[arg(value_parser = name)]
+    pub name: Name,
     /// The metadata generation you saw; by default the current one.
     #[arg(long, value_name = "N")]
     pub expected: Option<u64>,

@@ -2,8 +2,8 @@
 
 use ballast_schemas::{
     BallastError, ClaimReply, IdentityRequest, ListOperationsRequest, OperationId, OperationReply, OperationRequest,
-    OperationsReply, ReplacementClaim, RevisionIdentity, StatusReply, StatusRequest, TenantId, UpsertIdRequest,
-    WeightOperation,
+    OperationsReply, RepairReply, RepairRequest, ReplacementClaim, RevisionIdentity, StatusReply, StatusRequest,
+    TenantId, UpsertIdRequest, VerifyReply, VerifyRequest, WeightOperation,
 };
 use serde_json::Value;
 
@@ -43,6 +43,29 @@ impl Admin {
         let reply: OperationsReply =
             self.gateway.call(tenant, "list_operations", &ListOperationsRequest { all, limit }).await?;
         Ok(reply.operations)
+    }
+
+    /// Has what a revision lacks made again from what it has. `None`: nothing is missing.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`, `BUSY` while another operation is at work, `STALE_GENERATION`.
+    pub async fn repair(
+        &self,
+        identity: &RevisionIdentity,
+        expected_metadata_generation: Option<u64>,
+    ) -> Result<Option<WeightOperation>, BallastError> {
+        let body = RepairRequest { identity: identity.clone(), expected_metadata_generation };
+        let reply: RepairReply = self.gateway.call(&identity.tenant_id, "repair", &body).await?;
+        Ok(reply.operation)
+    }
+
+    /// Has a round of a revision's units read back on every node that holds some, from unit `from` on.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`, `NOT_READY` when it is not published, `UNAVAILABLE` when a node does not answer.
+    pub async fn verify(&self, identity: &RevisionIdentity, from: u32) -> Result<VerifyReply, BallastError> {
+        let body = VerifyRequest { identity: identity.clone(), from };
+        self.gateway.call(&identity.tenant_id, "verify", &body).await
     }
 
     /// Ends an operation at its next step boundary.

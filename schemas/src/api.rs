@@ -11,7 +11,7 @@ use crate::error::BallastError;
 use crate::identity::{Component, RevisionIdentity};
 use crate::limits::{LIST_LIMIT_DEFAULT, REQUEST_BYTES_MAX};
 use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
-use crate::node::{NodeEndpoint, NodeStatus};
+use crate::node::{NodeCheck, NodeEndpoint, NodeStatus};
 use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{LeaseId, OperationId, SessionId};
 use crate::state::{Residency, UpsertMode};
@@ -38,6 +38,8 @@ pub const VERBS: &[&str] = &[
     "abort_upsert",
     "get_upsert",
     "migrate",
+    "repair",
+    "verify",
     "get_operation",
     "list_operations",
     "cancel_operation",
@@ -424,6 +426,48 @@ body! {
         mixed_hot_ratio: Option<HotRatio>,
         /// Fence.
         expected_metadata_generation: u64,
+    }
+}
+
+body! {
+    /// `repair`.
+    RepairRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// Fence; `null`: whatever stands.
+        #[serde(default)]
+        expected_metadata_generation: Option<u64>,
+    }
+}
+
+body! {
+    /// Reply to `repair`.
+    RepairReply {
+        /// What repairs it; `null` when nothing is missing.
+        operation: Option<WeightOperation>,
+    }
+}
+
+body! {
+    /// `verify`: reads a round of units back on every node that holds some.
+    VerifyRequest {
+        /// Whose.
+        identity: RevisionIdentity,
+        /// The first unit of the round.
+        #[serde(default)]
+        from: u32,
+    }
+}
+
+body! {
+    /// Reply to `verify`.
+    VerifyReply {
+        /// One per node that holds some of it.
+        nodes: Vec<NodeCheck>,
+        /// Units of the revision.
+        units: u32,
+        /// Where the next round begins; `null` after the last.
+        next: Option<u32>,
     }
 }
 

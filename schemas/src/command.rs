@@ -54,6 +54,7 @@ pub enum Command {
     ReleaseLease(ReleaseLease),
     // Operations: family 10.
     StartMigration(StartMigration),
+    StartRepair(StartRepair),
     RelievePressure(RelievePressure),
     ClaimOperation(ClaimOperation),
     RenewClaim(RenewClaim),
@@ -99,6 +100,7 @@ impl Command {
             | C::RevisionRecovered(_) => 8,
             C::AcquireLease(_) | C::RenewLease(_) | C::ReleaseLease(_) => 9,
             C::StartMigration(_)
+            | C::StartRepair(_)
             | C::RelievePressure(_)
             | C::ClaimOperation(_)
             | C::RenewClaim(_)
@@ -278,9 +280,9 @@ pub struct Remove {
 pub struct NodeEvidence {
     /// The node.
     pub node: NodeId,
-    /// The run of its process.
+    /// The run of its process; empty when it held nothing, or did not answer for longer than the grace period.
     pub incarnation: String,
-    /// The highest fence it had obeyed when it was asked.
+    /// The highest fence it had obeyed when it was asked, or under which it was asked in vain.
     pub fence: LogPosition,
 }
 
@@ -374,6 +376,15 @@ pub struct RelievePressure {
     pub bytes: u64,
     /// Bytes that the node's cold tier has free.
     pub cold_free_bytes: u64,
+}
+
+/// Starts making the replicas that a revision should have and lacks, from those that it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartRepair {
+    /// Whose.
+    pub identity: RevisionIdentity,
+    /// Fence.
+    pub expected_metadata_generation: u64,
 }
 
 /// A worker takes an operation: the answer is an epoch and a lease in log time.
@@ -551,6 +562,7 @@ impl Command {
             C::RenewLease(c) => &c.identity,
             C::ReleaseLease(c) => &c.identity,
             C::StartMigration(c) => &c.identity,
+            C::StartRepair(c) => &c.identity,
             C::PurgeTombstone(c) => &c.identity,
             C::BeginReplacement(c) => &c.base,
             C::AbortReplacement(c) => return Some(&c.lineage.tenant_id),
@@ -578,6 +590,7 @@ impl Command {
             C::RenewLease(c) => vec![&c.identity],
             C::ReleaseLease(c) => vec![&c.identity],
             C::StartMigration(c) => vec![&c.identity],
+            C::StartRepair(c) => vec![&c.identity],
             C::PurgeTombstone(c) => vec![&c.identity],
             C::BeginReplacement(c) => vec![&c.base, &c.target],
             _ => Vec::new(),

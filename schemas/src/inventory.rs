@@ -184,6 +184,8 @@ pub struct NodeInventory {
     pub hot: Bitmap,
     /// Units readable from disk.
     pub cold: Bitmap,
+    /// Units whose copy on disk was found wrong or gone and has not been made again.
+    pub cold_lost: Bitmap,
 }
 
 /// The inventories of one instance on every node that holds some of it.

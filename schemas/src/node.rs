@@ -156,8 +156,14 @@ pub enum NodeRequest {
         /// Authorised by.
         fence: LogPosition,
     },
-    /// Read units back from every tier and compare their checksums.
-    Verify(UnitEffect),
+    /// Read units back from every tier and compare their checksums: a round of them, from this one on. Needs no leave: what is
+    /// wrong is no longer handed out, and nothing else changes.
+    Verify {
+        /// Whose bytes.
+        instance: InstanceId,
+        /// The first unit.
+        from: u32,
+    },
 }
 
 /// An effect on some units of an instance.
@@ -169,6 +175,28 @@ pub struct UnitEffect {
     pub fence: LogPosition,
     /// Which units.
     pub units: Vec<UnitRange>,
+}
+
+/// What a round of reading units back found on one node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeCheck {
+    /// The node.
+    pub node: NodeId,
+    /// In memory.
+    pub memory: TierCheck,
+    /// On disk.
+    pub cold: TierCheck,
+    /// Where the next round begins; `None` after the last.
+    pub next: Option<u32>,
+}
+
+/// What reading units back found on one tier.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierCheck {
+    /// Copies that are right.
+    pub right: u32,
+    /// Units whose copy was wrong. It is not handed out any more.
+    pub wrong: Vec<u32>,
 }
 
 /// A node's answers to one control request: progress at least once a second, then an end.
@@ -187,6 +215,8 @@ pub enum NodeReply {
     Receipt(Box<Receipt>),
     /// Done: the units.
     AffinityIndex(Box<AffinityIndex>),
+    /// Done: what a round of `Verify` found.
+    Verified(Box<NodeCheck>),
     /// Done: nothing of the instance is here.
     Absent,
     /// Not done. The node holds what it held.

@@ -14,7 +14,7 @@ from verbs import VerbError
 VERBS = {
     "begin_import", "renew_import", "commit_import", "abort_import", "acquire_lease", "renew_lease", "release_lease", "is_exist",
     "get_metadata", "get_size", "list", "update_policy", "upsert", "abort_upsert", "get_upsert", "migrate", "get_operation",
-    "list_operations", "cancel_operation", "pause_operation", "resume_operation", "retry_operation", "remove", "purge", "clock", "status",
+    "list_operations", "cancel_operation", "pause_operation", "resume_operation", "retry_operation", "remove", "purge", "repair", "verify", "clock", "status",
 }
 NUMBERS = {"INVALID_ARGUMENT": 1, "NOT_FOUND": 2, "CONFLICT": 3, "STALE_GENERATION": 4, "NOT_READY": 5, "BUSY": 6, "LEASE_EXPIRED": 7,
            "POLICY_UNSATISFIABLE": 10, "UNAVAILABLE": 11, "CAPACITY_EXHAUSTED": 14}
@@ -108,6 +108,18 @@ def test_a_published_revision_is_found_by_identity_and_in_lists(site, ready):
     page = site.verbs.call("list", {"resource_id": ready["resource_id"]})
     assert [revision["identity"]["resource_id"] for revision in page["revisions"]] == [ready["resource_id"]]
     assert page["next_page_token"] == ""
+
+
+def test_what_is_whole_is_verified_and_needs_no_repair(site, ready, fresh):
+    units = site.verbs.view(ready)["metadata"]["manifest"]["affinity_count"]
+    reply = site.verbs.call("verify", {"identity": ready})
+    assert (reply["units"], reply["next"]) == (units, None)
+    assert [(check["memory"], check["cold"]) for check in reply["nodes"]] == [({"right": units, "wrong": []}, {"right": 0, "wrong": []})]
+    assert site.verbs.call("verify", {"identity": ready, "from": 1})["nodes"][0]["memory"]["right"] == units - 1
+    assert site.verbs.call("repair", {"identity": ready})["operation"] is None
+    missing = fresh()
+    for verb in ["verify", "repair"]:
+        refused(site.verbs, "NOT_FOUND", verb, {"identity": missing})
 
 
 def test_metadata_holds_no_tensor_and_no_address(site, ready):

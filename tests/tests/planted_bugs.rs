@@ -60,6 +60,7 @@ planted! {
     invariant_12_a_base_retired_early_is_caught => BaseRetiredEarly,
     the_state_table_ready_and_absent_is_caught => ReadyAndAbsent,
     a_round_that_does_not_await_the_last_one_is_caught => RoundNotAwaited,
+    a_loss_that_nobody_repairs_is_caught => LossNotRepaired,
     progress_that_goes_back_is_caught => ProgressGoesBack,
     a_replica_that_decides_alone_is_caught => ReplicaDecidesAlone,
     a_deletion_that_forgets_a_holder_is_caught => DeletionForgetsHolder,

@@ -173,7 +173,13 @@ impl Producer {
                 }
                 Some(Fetched::Cold(parts, read, permit)) => {
                     let lost = |error| StoreError::Invalid(format!("a read from disk was lost: {error}"));
-                    let pieces = read.await.map_err(lost)??;
+                    let pieces = match read.await.map_err(lost)? {
+                        Ok(pieces) => pieces,
+                        Err(error) => {
+                            self.report_unreadable(&parts, &error).await;
+                            return Err(Some(error));
+                        }
+                    };
                     drop(permit);
                     for (part, piece) in parts.into_iter().zip(pieces) {
                         self.check(&part, &piece).await?;
@@ -206,6 +212,14 @@ impl Producer {
             }
         }
         Ok(())
+    }
+
+    /// A read from disk failed: has its segment gone?
+    async fn report_unreadable(&self, parts: &[Part], error: &StoreError) {
+        tracing::warn!(%error, instance = %self.instance, "a read from disk failed");
+        let Some(unit) = parts.first().map(|part| part.range.unit) else { return };
+        let (store, instance) = (self.store.clone(), self.instance.clone());
+        let _ = tokio::task::spawn_blocking(move || store.report_unreadable_cold(&instance, unit)).await;
     }
 
     /// Takes a part into its unit's checksum, and compares it after the last one.

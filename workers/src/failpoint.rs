@@ -1,14 +1,16 @@
 //! Test aids: a place where the process kills itself, and a pause between steps. Off unless the environment asks.
 //!
 //! * `BALLAST_FAILPOINT=<machine>.<step>.<before|after>`: the process ends by SIGKILL at that place, as a crash would
-//!   end it. Machines are `migration`, `deletion`, `replacement` (in a workflow worker) and `node` (in a transfer
-//!   worker); a step is the snake-case name of the node request (`copy_to_cold`) or of the command (`authorize_release`)
+//!   end it. Machines are `migration`, `repair`, `deletion`, `replacement`, `loss` (the watch; all in a workflow worker)
+//!   and `node` (in a transfer worker); a step is the snake-case name of the node request (`copy_to_cold`) or of the command (`authorize_release`)
 //!   that it consists of, and `claim`. On a node, effects on bytes also have a `middle`: some of the work is done.
 //!   [`STEPS`] is the list, `ballast failpoints` prints it, and `make crash-sweep` strikes every one.
 //! * `BALLAST_FAILPOINT_FILE=<path>`: the failpoint strikes only if it can create this file, so once in all, however
 //!   often a supervisor restarts the process with the same environment.
 //! * `BALLAST_STEP_DELAY_MS=<milliseconds>`: a workflow worker pauses this long before each step, so that a person (or
 //!   a demonstration) can interrupt it in the middle. The claim is renewed meanwhile.
+//! * `BALLAST_WATCH_DELAY_MS=<milliseconds>`: a workflow worker watches for losses only after this long, so that an
+//!   operation meets one first.
 
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -18,7 +20,9 @@ use std::time::Duration;
 use ballast_schemas::{Command, NodeRequest, OperationKind};
 
 /// Longest accepted pause: a larger number is a mistyped one.
-const STEP_DELAY_MAX: Duration = Duration::from_secs(600);
+const DELAY_MAX: Duration = Duration::from_secs(600);
+const STEP_DELAY: &str = "BALLAST_STEP_DELAY_MS";
+const WATCH_DELAY: &str = "BALLAST_WATCH_DELAY_MS";
 
 /// On which side of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +49,7 @@ impl Side {
 
 /// Every step of every machine at which a process can be killed. A step that is executed and not listed here fails every
 /// test that executes it ([`Failpoint::strike`]), so the sweep can not miss one.
-const STEPS: [(&str, &[&str]); 4] = [
+const STEPS: [(&str, &[&str]); 6] = [
     (
         "migration",
         &[
@@ -63,6 +67,22 @@ const STEPS: [(&str, &[&str]); 4] = [
             "revision_degraded",
         ],
     ),
+    (
+        "repair",
+        &[
+            "claim",
+            "renew_claim",
+            "raise_fence",
+            "copy_to_cold",
+            "copy_to_memory",
+            "operation_advanced",
+            "operation_finished",
+            "park_operation",
+            "operation_attempt_failed",
+            "revision_degraded",
+        ],
+    ),
+    ("loss", &["revision_degraded", "revision_recovered", "start_repair"]),
     (
         "deletion",
         &[
@@ -103,6 +123,7 @@ const STEPS: [(&str, &[&str]); 4] = [
             "release_memory",
             "delete_units",
             "delete_instance",
+            "verify",
         ],
     ),
 ];
@@ -126,6 +147,7 @@ pub(crate) struct Failpoint {
     place: Option<String>,
     once_file: Option<PathBuf>,
     step_delay: Duration,
+    watch_delay: Duration,
 }
 
 /// A test aid in the environment that makes no sense; ignoring it would let a test pass that tests nothing.
@@ -140,27 +162,31 @@ pub enum FailpointError {
         given: String,
     },
     /// Not a number of milliseconds.
-    #[error("BALLAST_STEP_DELAY_MS is {given:?}; it must be a number of milliseconds up to 600000")]
+    #[error("{name} is {given:?}; it must be a number of milliseconds up to 600000")]
     Delay {
+        /// The variable.
+        name: &'static str,
         /// What was given.
         given: String,
     },
 }
 
 impl Failpoint {
-    /// Reads the three variables.
+    /// Reads the four variables.
     pub(crate) fn from_env() -> Result<Self, FailpointError> {
         Self::from_values(
             std::env::var_os("BALLAST_FAILPOINT"),
             std::env::var_os("BALLAST_FAILPOINT_FILE"),
-            std::env::var_os("BALLAST_STEP_DELAY_MS"),
+            std::env::var_os(STEP_DELAY),
+            std::env::var_os(WATCH_DELAY),
         )
     }
 
     fn from_values(
         place: Option<OsString>,
         once_file: Option<OsString>,
-        delay: Option<OsString>,
+        step_delay: Option<OsString>,
+        watch_delay: Option<OsString>,
     ) -> Result<Self, FailpointError> {
         let text = |value: Option<OsString>| {
             value.map(|value| value.to_string_lossy().into_owned()).filter(|text| !text.is_empty())
@@ -169,14 +195,16 @@ impl Failpoint {
             Some(given) if !failpoints().contains(&given) => return Err(FailpointError::Place { given }),
             place => place,
         };
-        let step_delay = match text(delay) {
-            None => Duration::ZERO,
+        let delay = |name, value| match text(value) {
+            None => Ok(Duration::ZERO),
             Some(given) => match given.parse().map(Duration::from_millis) {
-                Ok(delay) if delay <= STEP_DELAY_MAX => delay,
-                _ => return Err(FailpointError::Delay { given }),
+                Ok(delay) if delay <= DELAY_MAX => Ok(delay),
+                _ => Err(FailpointError::Delay { name, given }),
             },
         };
-        Ok(Self { place, once_file: once_file.filter(|path| !path.is_empty()).map(PathBuf::from), step_delay })
+        let (step_delay, watch_delay) = (delay(STEP_DELAY, step_delay)?, delay(WATCH_DELAY, watch_delay)?);
+        let once_file = once_file.filter(|path| !path.is_empty()).map(PathBuf::from);
+        Ok(Self { place, once_file, step_delay, watch_delay })
     }
 
     /// Ends the process here if this is the place.
@@ -211,6 +239,11 @@ impl Failpoint {
             tokio::time::sleep(self.step_delay).await;
         }
     }
+
+    /// The pause before the watch for losses begins.
+    pub(crate) async fn pause_watch(&self) {
+        tokio::time::sleep(self.watch_delay).await;
+    }
 }
 
 /// The machine's name in a failpoint.
@@ -235,7 +268,7 @@ pub(crate) fn request_name(request: &NodeRequest) -> &'static str {
         NodeRequest::ReleaseMemory(_) => "release_memory",
         NodeRequest::DeleteUnits(_) => "delete_units",
         NodeRequest::DeleteInstance { .. } => "delete_instance",
-        NodeRequest::Verify(_) => "verify",
+        NodeRequest::Verify { .. } => "verify",
     }
 }
 
@@ -252,6 +285,8 @@ pub(crate) fn command_name(command: &Command) -> &'static str {
         Command::DeletionFinished(_) => "deletion_finished",
         Command::ReplacementAdvanced(_) => "replacement_advanced",
         Command::RevisionDegraded(_) => "revision_degraded",
+        Command::RevisionRecovered(_) => "revision_recovered",
+        Command::StartRepair(_) => "start_repair",
         // A worker appends no other; one that does is not in the list of steps.
         _ => "unlisted",
     }
@@ -262,7 +297,7 @@ mod tests {
     use super::*;
 
     fn from(place: Option<&str>, delay: Option<&str>) -> Result<Failpoint, FailpointError> {
-        Failpoint::from_values(place.map(OsString::from), None, delay.map(OsString::from))
+        Failpoint::from_values(place.map(OsString::from), None, delay.map(OsString::from), delay.map(OsString::from))
     }
 
     #[test]

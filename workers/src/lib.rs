@@ -9,6 +9,7 @@ mod executor;
 mod failpoint;
 mod introduction;
 mod inventory_mirror;
+mod loss_watch;
 mod membership;
 mod node_control;
 mod node_status;

@@ -119,7 +119,9 @@ fn carry_out(store: &NodeStore, request: &NodeRequest, progress: &Progress) -> R
             store.delete_instance(instance, *fence, progress)?;
             NodeReply::Absent
         }
-        NodeRequest::Verify(effect) => held(store.verify(effect, progress)?),
+        NodeRequest::Verify { instance, from } => {
+            NodeReply::Verified(Box::new(store.verify(instance, *from, progress)?))
+        }
     })
 }
 
@@ -129,11 +131,11 @@ fn instance_of(request: &NodeRequest) -> &InstanceId {
         | NodeRequest::Receipt { instance, .. }
         | NodeRequest::AffinityIndex { instance }
         | NodeRequest::RaiseFence { instance, .. }
+        | NodeRequest::Verify { instance, .. }
         | NodeRequest::DeleteInstance { instance, .. } => instance,
         NodeRequest::CopyToCold(effect)
         | NodeRequest::CopyToMemory(effect)
         | NodeRequest::ReleaseMemory(effect)
-        | NodeRequest::DeleteUnits(effect)
-        | NodeRequest::Verify(effect) => &effect.instance,
+        | NodeRequest::DeleteUnits(effect) => &effect.instance,
     }
 }

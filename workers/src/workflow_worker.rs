@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 
 use crate::executor::{ClaimAnswer, Executor};
 use crate::failpoint::{Failpoint, FailpointError};
+use crate::loss_watch::LossWatch;
 use crate::reconciler::reconcile;
 
 /// Operations that one worker drives at a time unless told otherwise.
@@ -59,6 +60,7 @@ pub struct WorkflowWorker {
     executor: Arc<Executor>,
     replica: Replica,
     directory: Directory,
+    watch: LossWatch,
     concurrency: usize,
     driven: Driven,
 }
@@ -74,12 +76,15 @@ impl WorkflowWorker {
         }
         let nodes = NodeClient::new(options.streams.client().clone());
         let (replica, directory) = (options.replica.clone(), options.directory.clone());
-        let executor = Executor::new(options.replica, options.directory, nodes, options.worker, Failpoint::from_env()?);
+        let failpoint = Failpoint::from_env()?;
+        let watch = LossWatch::new(replica.clone(), directory.clone(), nodes.clone(), failpoint.clone());
+        let executor = Executor::new(options.replica, options.directory, nodes, options.worker, failpoint);
         Ok(Self {
             hints: HintReader::new(&options.streams),
             executor: Arc::new(executor),
             replica,
             directory,
+            watch,
             concurrency: options.concurrency,
             driven: Driven::default(),
         })
@@ -88,9 +93,10 @@ impl WorkflowWorker {
     /// Works until `shutdown` resolves, then lets the steps in progress finish for a moment and appends nothing more.
     pub async fn run(mut self, shutdown: impl Future<Output = ()> + Send) {
         let (stop, stopped) = watch::channel(false);
-        // It ends with the set, however this ends.
-        let mut reconciler = JoinSet::new();
-        reconciler.spawn(reconcile(self.replica.clone(), self.directory.clone()));
+        // They end with the set, however this ends.
+        let mut watching = JoinSet::new();
+        watching.spawn(reconcile(self.replica.clone(), self.directory.clone()));
+        watching.spawn(self.watch.run());
         let slots = Arc::new(Semaphore::new(self.concurrency));
         let mut tasks = JoinSet::new();
         tokio::pin!(shutdown);
@@ -114,7 +120,7 @@ impl WorkflowWorker {
         }
         // Nobody listening means that nothing is driven.
         let _ = stop.send(true);
-        drop(reconciler);
+        drop(watching);
         let finished = tokio::time::timeout(STOP_GRACE, async { while tasks.join_next().await.is_some() {} }).await;
         if finished.is_err() {
             tracing::info!(

@@ -306,6 +306,7 @@ impl Fold<'_> {
             Command::RenewLease(c) => self.renew_lease(c),
             Command::ReleaseLease(c) => self.release_lease(c),
             Command::StartMigration(c) => self.start_migration(c),
+            Command::StartRepair(c) => self.start_repair(c),
             Command::RelievePressure(c) => self.relieve_pressure(c),
             Command::ClaimOperation(c) => self.claim_operation(c),
             Command::RenewClaim(c) => self.renew_claim(c),

@@ -42,6 +42,7 @@ mod migration;
 mod operation;
 mod planner;
 mod pressure;
+mod repair;
 mod revision;
 mod state;
 #[cfg(test)]
@@ -53,4 +54,5 @@ pub use invariants::{Violation, check_group, check_step};
 pub use machines::{Observation, Step, after_failure, next_step};
 pub use planner::plan_hot_units;
 pub use pressure::{MemoryUse, RoundPlan};
+pub use repair::verdict;
 pub use state::{AutomaticMigrations, Counts, FOLD_VERSION, State};

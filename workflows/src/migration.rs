@@ -80,6 +80,11 @@ impl Fold<'_> {
         let view = &self.state.record.operations.get(&key)?.view;
         let waits = view.status == OperationStatus::Parked && view.park_reason == Some(ParkReason::Cooldown);
         let untouched = view.epoch == 0 && view.ending.is_none();
+        if view.kind == OperationKind::Repairing {
+            // Nothing is lost by giving up one that finds no memory.
+            let stuck = view.status == OperationStatus::Parked && view.park_reason == Some(ParkReason::Memory);
+            return stuck.then_some(key);
+        }
         (view.trigger.is_some_and(is_automatic) && waits && untouched).then_some(key)
     }
 
@@ -200,10 +205,13 @@ impl Fold<'_> {
         }
         let (key, operation) = self.claimed(id, command.epoch)?;
         let view = &operation.view;
+        if view.kind == OperationKind::Repairing {
+            return self.repair_finished(key, command);
+        }
         if view.kind != OperationKind::Migrating {
             return reject(
                 ErrorCode::Conflict,
-                format!("operation {id} is {}; OperationFinished ends only a MIGRATING one", view.kind),
+                format!("operation {id} is {}; OperationFinished ends only a MIGRATING or REPAIRING one", view.kind),
             );
         }
         if view.release_outstanding {

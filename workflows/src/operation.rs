@@ -172,6 +172,10 @@ impl Fold<'_> {
             return None;
         }
         let claim = self.open_claim(&identity.lineage())?;
+        if kind == OperationKind::Repairing && !self.is_ready(identity) {
+            // The replacement itself waits for this one: it does nothing to a target that is not READY.
+            return None;
+        }
         (claim.mode == UpsertMode::PutFirst && claim.target == *identity).then_some(ParkReason::BaseDeletion)
     }
 

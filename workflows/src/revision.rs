@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use ballast_schemas::{
     Availability, Digest, ErrorCode, EventBody, HotRatio, ImportSession, LeaseGrant, LeaseId, LogPosition, LogTime,
-    MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationStatus, Outcome, Rejection, Remove,
-    Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, UpdatePolicy, WeightRevisionMetadata,
-    WeightStoragePolicy,
+    MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationKind, OperationStatus, Outcome,
+    Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, UpdatePolicy,
+    WeightRevisionMetadata, WeightStoragePolicy,
 };
 use serde::{Deserialize, Serialize};
 
@@ -285,8 +285,19 @@ impl Fold<'_> {
             found => return Err(not_ready(identity, found, "READY")),
         }
         expect_evidence(revision, &command.instance, &command.evidence)?;
-        // What it was migrating to can not be reached: repair comes first.
-        if let Some(key) = revision.operation_key() {
+        let asked = |node: &&NodeId| !command.evidence.iter().any(|evidence| evidence.node == **node);
+        if let Some(node) = revision.metadata.placement.iter().find(asked) {
+            let message =
+                format!("the evidence says nothing of node {node}, which may hold some of it; ask it as well");
+            return Err(Rejection::new(ErrorCode::InvalidArgument, message));
+        }
+        // What it was migrating to can not be reached: repair comes first. A repair does what can be done, and says what
+        // can not.
+        let repairs = |key: &OperationKey| {
+            let operation = self.state.record.operations.get(key);
+            operation.is_some_and(|operation| operation.view.kind == OperationKind::Repairing)
+        };
+        if let Some(key) = revision.operation_key().filter(|key| !repairs(key)) {
             let error = OperationError {
                 code: ErrorCode::NotReady,
                 message: format!("the revision degraded: {}", command.reason),
@@ -316,22 +327,7 @@ impl Fold<'_> {
         }
         expect_evidence(revision, &command.instance, &command.evidence)?;
         expect_readable(command.residency)?;
-        // An initial convergence that the loss cut short goes on.
-        let goal = Settled::preferred(&revision.metadata.policy);
-        let unfinished =
-            !revision.converged && revision.metadata.operation_id.is_none() && goal.target != command.residency;
-        let operation_id = unfinished.then(|| self.add_migration(identity, goal, MigrationTrigger::Initial));
-        self.change_revision(identity, |revision| {
-            revision.metadata.availability = Availability::Ready;
-            revision.metadata.residency = command.residency;
-            revision.metadata.observed_hot_ppm = command.observed_hot_ppm.min(1_000_000);
-            if operation_id.is_some() {
-                revision.metadata.operation_id = operation_id.clone();
-            }
-        });
-        self.emit_revision(identity, |revision| EventBody::RevisionReady { revision });
-        self.emit_started(operation_id.as_ref());
-        self.target_ready(identity);
+        self.recover(identity, command.residency, command.observed_hot_ppm);
         self.revision_reply(identity)
     }
 }

@@ -9,8 +9,9 @@ use std::io;
 use ballast_schemas::{
     Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest,
     FOLD_VERSION_FIRST, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey, ListRequest,
-    LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId, Residency, RevisionIdentity,
-    RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation, WeightRevisionMetadata,
+    LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId, Residency,
+    RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation,
+    WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -233,6 +234,17 @@ impl State {
     #[must_use]
     pub fn import(&self, identity: &RevisionIdentity) -> Option<&ImportSession> {
         self.record.revisions.get(identity)?.import.as_ref().map(|import| &import.session)
+    }
+
+    /// Every READY or DEGRADED revision.
+    pub fn published(&self) -> impl Iterator<Item = &WeightRevisionMetadata> {
+        self.index.listed.iter().filter_map(|identity| self.revision(identity))
+    }
+
+    /// The last log position that authorised an effect on a revision's bytes: evidence under an older fence does not count.
+    #[must_use]
+    pub fn effect_fence(&self, identity: &RevisionIdentity) -> LogPosition {
+        self.record.revisions.get(identity).map_or(LogPosition::ZERO, |revision| revision.effect_fence)
     }
 
     /// An active lease.

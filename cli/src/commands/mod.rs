@@ -8,6 +8,7 @@ mod object;
 mod operations;
 mod past;
 mod read;
+mod repair;
 mod replay;
 mod revisions;
 mod write;
@@ -103,6 +104,8 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), BallastErro
         Command::Policy(args) => revisions::policy(context, args).await,
         Command::Rm(args) => revisions::rm(context, args).await,
         Command::Migrate(args) => operations::migrate(context, args).await,
+        Command::Repair(args) => repair::repair(context, args).await,
+        Command::Verify(args) => repair::verify(context, args).await,
         Command::Op(args) => operations::op(context, args).await,
         Command::Object(args) => object::object(context, args).await,
         Command::Watch(args) => follow::watch(context, args).await,

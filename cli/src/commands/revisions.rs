@@ -61,7 +61,7 @@ pub async fn ls(context: &Context, args: LsArgs) -> Result<(), BallastError> {
 }
 
 /// The view of a named revision; without a generation the newest READY one or, if none is, the newest of all.
-async fn view(context: &Context, name: &Name) -> Result<RevisionView, BallastError> {
+pub async fn view(context: &Context, name: &Name) -> Result<RevisionView, BallastError> {
     let identity = match resolve(&context.store, &name.text).await {
         Err(error) if error.code == ErrorCode::NotFound && name.generation.is_none() => {
             let mut request = list_request(Some(name.lineage.namespace.clone()), None, true);

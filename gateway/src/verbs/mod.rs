@@ -8,6 +8,7 @@ mod imports;
 mod leases;
 mod lineage;
 mod operations;
+mod repair;
 mod revisions;
 mod status;
 
@@ -49,6 +50,8 @@ pub(crate) async fn perform(context: &Context, call: &Call) -> Result<Answer, Ba
         "list" => revisions::list(context, call).await,
         "update_policy" => revisions::update_policy(context, call).await,
         "migrate" => revisions::migrate(context, call).await,
+        "repair" => repair::repair(context, call).await,
+        "verify" => repair::verify(context, call).await,
         "remove" => revisions::remove(context, call).await,
         "purge" => revisions::purge(context, call).await,
         "upsert" => lineage::upsert(context, call).await,

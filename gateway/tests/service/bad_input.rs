@@ -12,7 +12,7 @@ fn good(verb: &str) -> Value {
         "renew_import" | "abort_import" => json!({"identity": identity, "session_id": "s1"}),
         "commit_import" => json!({"identity": identity, "session_id": "s1", "manifest_sha256": "0".repeat(64)}),
         "acquire_lease" | "renew_lease" | "release_lease" => json!({"identity": identity, "lease_id": "l1"}),
-        "is_exist" | "get_metadata" | "get_size" | "purge" => json!({"identity": identity}),
+        "is_exist" | "get_metadata" | "get_size" | "purge" | "repair" | "verify" => json!({"identity": identity}),
         "update_policy" => json!({"identity": identity, "policy": {}, "expected_metadata_generation": 1}),
         "upsert" => json!({"base": identity, "target": minilm(2), "expected_metadata_generation": 1}),
         "abort_upsert" | "get_upsert" => json!({"identity": identity, "replacement_request_id": "r"}),

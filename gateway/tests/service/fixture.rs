@@ -265,6 +265,7 @@ fn answer(node: &NodeId, receipts: &Mutex<HashMap<InstanceId, Receipt>>, request
                 manifest: true,
                 hot: Bitmap::full(2),
                 cold: Bitmap::empty(2),
+                cold_lost: Bitmap::empty(2),
             })),
             false => NodeReply::Absent,
         },

@@ -186,6 +186,7 @@ fn unexpected(node: &NodeId, expected: &str, found: &NodeReply) -> NodeCallError
         NodeReply::Inventory(_) => "Inventory",
         NodeReply::Receipt(_) => "Receipt",
         NodeReply::AffinityIndex(_) => "AffinityIndex",
+        NodeReply::Verified(_) => "Verified",
         NodeReply::Absent => "Absent",
         NodeReply::Failed(_) => "Failed",
     };

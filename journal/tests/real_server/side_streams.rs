@@ -170,6 +170,7 @@ fn inventory(node: &str, resource: &str, hot_units: u32) -> NodeInventory {
         manifest: true,
         hot,
         cold: Bitmap::empty(64),
+        cold_lost: Bitmap::empty(64),
     }
 }
 

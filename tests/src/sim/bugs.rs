@@ -91,6 +91,8 @@ bugs! {
     ReadyAndAbsent => "state table",
     /// A round of demotions begins as soon as the last one's migrations have ended, on figures from before.
     RoundNotAwaited => "pressure",
+    /// Workers ask for no repair of what was lost.
+    LossNotRepaired => "liveness",
     /// An operation's cursor goes back.
     ProgressGoesBack => "operations",
     /// A replica decides something by itself.

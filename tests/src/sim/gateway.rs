@@ -14,7 +14,6 @@ use ballast_workflows::State;
 
 use super::bugs::Bug;
 use super::faults::Target;
-use super::inspector::inspect;
 use super::net::{Patience, Service, ask};
 use super::node::Node;
 use super::reconciler::UNIT_BYTES;
@@ -58,7 +57,6 @@ pub(crate) fn start(w: &W, slot: &Rc<Slot<Gateway>>) {
         let gateway = Rc::new(Gateway { slot: own, at, replica: Rc::clone(&replica), sent });
         w.rt.spawn(process, Rc::clone(&gateway).publish_hints());
         w.rt.spawn(process, replica.keep_snapshots());
-        w.rt.spawn(process, inspect(Rc::clone(&gateway)));
         *slot.current.borrow_mut() = Some(gateway);
     });
 }

@@ -9,9 +9,9 @@ mod faults;
 mod fold_bugs;
 mod gateway;
 mod hints;
-mod inspector;
 mod invariants;
 mod log;
+mod loss_watch;
 mod net;
 mod node;
 mod plan;
@@ -34,6 +34,7 @@ use ballast_workflows::State;
 
 pub use bugs::Bug;
 use plan::Plan;
+pub(crate) use rng::Rng;
 pub use world::Violation;
 use world::World;
 
@@ -68,19 +69,7 @@ pub struct Run {
 /// Runs one seed from its beginning to its rest.
 #[must_use]
 pub fn run(seed: u64, options: Options) -> Run {
-    let w = World::new(Plan::new(seed, options.bug), options.echo);
-    w.trace(format!("{:?}", w.plan));
-    create_cluster(&w);
-    w.gateways.iter().for_each(|slot| gateway::start(&w, slot));
-    w.workers.iter().for_each(|slot| worker::start(&w, slot));
-    w.nodes.iter().for_each(|node| node::start(&w, node));
-    w.clients.iter().for_each(|slot| client::start(&w, slot));
-    let nemesis = w.rt.start_process();
-    w.rt.spawn(nemesis, faults::nemesis(Rc::clone(&w)));
-    w.rt.run_until(w.plan.chaos_ns);
-    if !w.rt.is_stopped() {
-        settle::settle(&w);
-    }
+    let w = simulate(seed, options);
     let (trace, faults, violations) = w.results();
     let run = Run {
         entries: w.log.last_seq(),
@@ -94,6 +83,32 @@ pub fn run(seed: u64, options: Options) -> Run {
     // Tasks hold the world, and the world holds them.
     w.rt.clear();
     run
+}
+
+/// The log that a run leaves: each entry's time in nanoseconds since 1970 and its bytes.
+pub(crate) fn record(seed: u64) -> Vec<(u64, Vec<u8>)> {
+    let w = simulate(seed, Options::default());
+    let entry = |seq| w.log.read(seq, |entry| (entry.unix_ns, entry.bytes.to_vec()));
+    let entries = (1..=w.log.last_seq()).filter_map(entry).collect();
+    w.rt.clear();
+    entries
+}
+
+fn simulate(seed: u64, options: Options) -> world::W {
+    let w = World::new(Plan::new(seed, options.bug), options.echo);
+    w.trace(format!("{:?}", w.plan));
+    create_cluster(&w);
+    w.gateways.iter().for_each(|slot| gateway::start(&w, slot));
+    w.workers.iter().for_each(|slot| worker::start(&w, slot));
+    w.nodes.iter().for_each(|node| node::start(&w, node));
+    w.clients.iter().for_each(|slot| client::start(&w, slot));
+    let nemesis = w.rt.start_process();
+    w.rt.spawn(nemesis, faults::nemesis(Rc::clone(&w)));
+    w.rt.run_until(w.plan.chaos_ns);
+    if !w.rt.is_stopped() {
+        settle::settle(&w);
+    }
+    w
 }
 
 fn create_cluster(w: &world::W) {

@@ -280,6 +280,14 @@ impl Plan {
                 plan.actions = Actions { press: 120, put: 60, get: 60, ..plan.actions.clone() };
                 plan.actions.every_ns = SECOND;
             }
+            Bug::LossNotRepaired => {
+                plan.no_cold = 0;
+                plan.clients = 5;
+                plan.actions =
+                    Actions { migrate: 120, get: 60, remove: 0, put_first: 0, delete_first: 0, ..plan.actions.clone() };
+                plan.actions.every_ns = SECOND;
+                plan.strikes = Strikes { memory_loss: 80, every_ns: 6 * SECOND, ..plan.strikes.clone() };
+            }
             Bug::WatermarkAsHead => plan.actions = Actions { discover: 60, remove: 20, ..plan.actions.clone() },
             Bug::DeletionForgetsHolder => {
                 plan.nodes = 3;

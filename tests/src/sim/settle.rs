@@ -4,10 +4,10 @@
 use std::rc::Rc;
 
 use ballast_schemas::{
-    AbortReplacement, Availability, ClaimPhase, Command, OperationStatus, ParkReason, Remove, TenantId,
-    WeightRevisionMetadata,
+    AbortReplacement, Availability, ClaimPhase, Command, InstanceId, OperationKind, OperationStatus, ParkReason,
+    Remove, TenantId, WeightOperation, WeightRevisionMetadata,
 };
-use ballast_workflows::State;
+use ballast_workflows::{State, verdict};
 
 use super::gateway::Gateway;
 use super::invariants::{self, every_revision};
@@ -43,6 +43,7 @@ pub(crate) fn settle(w: &W) {
     // What a reader found to be lost is told to the log by the next inspection.
     run_for(w, INTRODUCTIONS);
     ready_is_readable(w);
+    promises_are_kept(w);
     remove_everything(w);
     run_for(w, SECOND);
     if !w.rt.is_stopped() {
@@ -192,6 +193,27 @@ fn ready_is_readable(w: &W) {
             w.violate(NAME, format!("{} is {}, and lost: {lost}", record.identity, record.availability));
         }
     }
+}
+
+/// What a READY revision lacks of its residency has been made again, unless an attempt to do so has ended without.
+fn promises_are_kept(w: &W) {
+    let gave_up = |operation: &WeightOperation, instance: &InstanceId| {
+        operation.kind == OperationKind::Repairing
+            && operation.instance == *instance
+            && matches!(operation.status, OperationStatus::Failed | OperationStatus::Cancelled)
+    };
+    let wanted: Vec<String> = w.log.truth(|state| {
+        let operations = state.operations(&TenantId::default_tenant(), true, 1_000);
+        let ready = every_revision(state).into_iter().filter(|record| record.availability == Availability::Ready);
+        let lacks = |record: &WeightRevisionMetadata| {
+            let units = record.manifest.as_ref().map_or(0, |manifest| manifest.affinity_count);
+            let held = invariants::recorded(w, &record.instance, units);
+            matches!(verdict(state, record, &held, Vec::new(), None), Some(Command::StartRepair(_)))
+                && !operations.iter().any(|operation| gave_up(operation, &record.instance))
+        };
+        ready.filter(lacks).map(|record| format!("{} is not repaired", record.identity)).collect()
+    });
+    wanted.into_iter().for_each(|message| w.violate(NAME, message));
 }
 
 /// Everything is removed; nothing may stay on any disk.

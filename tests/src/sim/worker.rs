@@ -17,6 +17,7 @@ use super::faults::Target;
 use super::gateway::{call_node, unavailable};
 use super::hints::Hint;
 use super::invariants;
+use super::loss_watch::watch_losses;
 use super::net::Service;
 use super::reconciler::reconcile;
 use super::replica::Replica;
@@ -60,6 +61,7 @@ pub(crate) fn start(w: &W, slot: &Rc<Slot<Worker>>) {
         let at = w.workers.iter().position(|other| Rc::ptr_eq(other, &slot)).unwrap_or_default();
         let worker = Rc::new(Worker { slot: Rc::clone(&slot), at, replica, worker, driven: RefCell::default() });
         w.rt.spawn(process, reconcile(Rc::clone(&w), Rc::clone(&worker.replica)));
+        w.rt.spawn(process, watch_losses(Rc::clone(&w), Rc::clone(&worker.replica)));
         for _ in 0..CONCURRENCY {
             w.rt.spawn(process, Rc::clone(&worker).follow_hints());
         }

@@ -189,6 +189,7 @@ fn adopt_instance(
         sealing: false,
         writers: 0,
         units: UnitStates::new(count),
+        cold_lost: Bitmap::empty(count),
         verified: Bitmap::empty(count),
         cold_changed: vec![None; layout.segment_count() as usize],
         memory_charge,
@@ -229,6 +230,7 @@ fn adopt_cold(
 ) {
     let (Some(record), Some(files), Some(tier)) = (record, &instance.cold, cold) else { return };
     let mut held = Vec::new();
+    let mut lost: Vec<u32> = record.resident.iter().filter(|unit| !record.held.get(*unit)).collect();
     for segment in 0..instance.layout.segment_count() {
         let units: Vec<u32> = instance.layout.units_of(segment).filter(|&unit| record.held.get(unit)).collect();
         if units.is_empty() {
@@ -239,6 +241,7 @@ fn adopt_cold(
         {
             tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");
             adoption.lost_units += units.len() as u32;
+            lost.extend(units);
             continue;
         }
         held.extend(units);
@@ -246,8 +249,13 @@ fn adopt_cold(
     let bytes = instance.padded_bytes(&held);
     let mut state = lock(&instance.state);
     held.iter().for_each(|&unit| state.units.set_cold(unit, true));
+    lost.iter().for_each(|&unit| state.cold_lost.set(unit, true));
     state.cold_charge = Some(tier.budget().charge(bytes));
     adoption.cold_bytes += bytes;
+    let changed = cold_record(&state).held != record.held;
+    if changed && let Err(error) = instance.save_cold(&state) {
+        tracing::error!(%error, instance = %instance.id, "that cold units are lost can not be written down; the next start finds it again");
+    }
 }
 
 /// Hot units count when their bytes are right. Whatever else takes room in a segment is freed, unless a reader from

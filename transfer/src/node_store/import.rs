@@ -164,6 +164,7 @@ impl NodeStore {
             sealing: false,
             writers: 0,
             units,
+            cold_lost: Bitmap::empty(layout.unit_count()),
             verified: Bitmap::empty(layout.unit_count()),
             cold_changed: vec![None; layout.segment_count() as usize],
             memory_charge: charge,

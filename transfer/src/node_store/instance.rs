@@ -61,6 +61,8 @@ pub(super) struct State {
     /// Writers between their check of the state and the end of their copy.
     pub writers: u32,
     pub units: UnitStates,
+    /// Units whose copy on disk was found wrong or gone and has not been made again.
+    pub cold_lost: Bitmap,
     /// Cold copies that this run of the node has read and found right.
     pub verified: Bitmap,
     /// When each cold segment was last changed by this node, for the verified units in it.
@@ -218,7 +220,10 @@ impl Instance {
 /// The state as it stands on disk.
 pub(super) fn cold_record(state: &State) -> StateRecord {
     let cold = state.units.cold();
-    StateRecord { fence: state.fence, deleting: state.deleting, held: cold.clone(), resident: cold.clone() }
+    // On disk, what is resident beyond what is held is what was lost.
+    let mut resident = cold.clone();
+    resident.union_with(&state.cold_lost);
+    StateRecord { fence: state.fence, deleting: state.deleting, held: cold.clone(), resident }
 }
 
 /// The records of a sealed instance, as they stand beside its segments on either tier.

@@ -301,6 +301,7 @@ impl NodeStore {
                 ballast_schemas::Bitmap::empty(instance.layout.unit_count())
             },
             cold: state.units.cold().clone(),
+            cold_lost: state.cold_lost.clone(),
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_schemas::frame::Tier;
-use ballast_schemas::{InstanceId, LogPosition, NodeInventory, UnitEffect};
+use ballast_schemas::{InstanceId, LogPosition, NodeCheck, NodeInventory, TierCheck, UnitEffect};
 
 use super::instance::{Instance, Sealed};
 use super::{NodeStore, lock};
@@ -19,6 +19,8 @@ use crate::segment::{lock_out_readers, punch};
 
 /// How often a segment is asked whether its readers are gone. The kernel tells nobody when a lock goes with a mapping.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
+/// Bytes of one round of a verification, on each tier.
+const VERIFY_ROUND_BYTES: u64 = 256 << 20;
 
 impl NodeStore {
     /// Obeys nothing older than `fence` from now on. Does not wait for an effect that is being carried out: that one
@@ -53,6 +55,7 @@ impl NodeStore {
         if wanted.is_empty() {
             return Ok(self.inventory_of(&instance));
         }
+        instance.lose_gone(&sealed, &wanted)?;
         let charge = tier.reserve(instance.padded_bytes(&wanted))?;
         let runs = instance.runs(&wanted);
         let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
@@ -76,6 +79,7 @@ impl NodeStore {
         let mut state = lock(&instance.state);
         for &unit in &wanted {
             state.units.set_cold(unit, true);
+            state.cold_lost.set(unit, false);
             state.verified.set(unit, true);
         }
         for run in &runs {
@@ -126,6 +130,10 @@ impl NodeStore {
             if let Some(&unit) = wanted.iter().find(|&&unit| !state.units.cold().get(unit)) {
                 return Err(StoreError::NotHere { instance: instance.id.clone(), unit });
             }
+        }
+        let gone = instance.lose_gone(&sealed, &wanted)?;
+        if !gone.is_empty() {
+            return Err(StoreError::Checksum { instance: instance.id.clone(), place: "the cold tier", units: gone });
         }
         let charge = self.memory.reserve(instance.padded_bytes(&absent))?;
         {
@@ -217,15 +225,24 @@ impl NodeStore {
         }
     }
 
-    /// Reads units back from every tier that has them and compares their checksums. A copy that is wrong no longer
-    /// counts, and is never handed out again.
+    /// Reads units back from every tier that has them and compares their checksums: a round of them from `from` on, so that
+    /// what else is to be done on the instance gets its turn. A copy that is wrong is never handed out again.
     ///
     /// # Errors
-    /// `Checksum` when a copy was wrong, or when the disk fails.
-    pub fn verify(&self, effect: &UnitEffect, progress: &Progress) -> Result<NodeInventory, StoreError> {
-        let (instance, units) = self.target(effect)?;
+    /// When the instance is not here or the disk fails.
+    pub fn verify(&self, id: &InstanceId, from: u32, progress: &Progress) -> Result<NodeCheck, StoreError> {
+        let instance = self.served(id)?;
         let _queue = lock(&instance.queue);
-        let sealed = instance.begin(effect.fence)?;
+        let sealed = instance.sealed()?;
+        let fence = lock(&instance.state).fence;
+        let count = instance.layout.unit_count();
+        let mut bytes = 0;
+        // One unit at least, however large.
+        let in_round = |unit: &u32| {
+            bytes += instance.padded_bytes(&[*unit]);
+            *unit == from || bytes <= VERIFY_ROUND_BYTES
+        };
+        let units: Vec<u32> = (from..count).take_while(in_round).collect();
         let (hot, cold): (Vec<u32>, Vec<u32>) = {
             let state = lock(&instance.state);
             let held = |in_tier: &ballast_schemas::Bitmap| units.iter().copied().filter(|&u| in_tier.get(u)).collect();
@@ -238,16 +255,33 @@ impl NodeStore {
         }
         let on_disk = match cold.is_empty() {
             true => Vec::new(),
-            false => instance.verify_cold(self.cold()?, &sealed, &cold, effect.fence, progress)?,
+            false => instance.verify_cold(self.cold()?, &sealed, &cold, fence, progress)?,
         };
         progress.add_units(units.len() as u32);
-        let (place, units) = match (in_memory.is_empty(), on_disk.is_empty()) {
-            (true, true) => return Ok(self.inventory_of(&instance)),
-            (false, true) => ("memory", in_memory),
-            (true, false) => ("the cold tier", on_disk),
-            (false, false) => ("memory and the cold tier", [in_memory, on_disk].concat()),
+        let check = |asked: &[u32], wrong: Vec<Mismatch>| {
+            let wrong: Vec<u32> = wrong.into_iter().map(|mismatch| mismatch.unit).collect();
+            TierCheck { right: (asked.len() - wrong.len()) as u32, wrong }
         };
-        Err(StoreError::Checksum { instance: instance.id.clone(), place, units })
+        let next = from.saturating_add(units.len() as u32);
+        Ok(NodeCheck {
+            node: self.node.clone(),
+            memory: check(&hot, in_memory),
+            cold: check(&cold, on_disk),
+            next: (next < count).then_some(next),
+        })
+    }
+
+    /// The disk did not give bytes to the data plane: when that is because a segment is gone or cut off, what was in it no
+    /// longer counts.
+    pub(crate) fn report_unreadable_cold(&self, id: &InstanceId, unit: u32) {
+        let lost = self.served(id).and_then(|instance| {
+            let _queue = lock(&instance.queue);
+            let sealed = instance.sealed()?;
+            instance.lose_gone(&sealed, &[unit])
+        });
+        if let Err(error) = lost {
+            tracing::warn!(%error, instance = %id, unit, "a read from disk failed, and what is there can not be looked at");
+        }
     }
 
     /// A whole unit read from disk by the data plane did not match: that copy no longer counts.
@@ -308,6 +342,31 @@ impl Instance {
         self.save_memory(&state)
     }
 
+    /// A segment that is gone or cut off holds nothing: those of `units` that were in one no longer count.
+    fn lose_gone(&self, sealed: &Sealed, units: &[u32]) -> Result<Vec<Mismatch>, StoreError> {
+        let files = self.cold_files()?;
+        let mut gone = Vec::new();
+        for run in self.runs(units) {
+            match files.check(run.segment) {
+                Ok(()) => {}
+                Err(error) if is_missing(&error) => {
+                    tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
+                    let state = lock(&self.state);
+                    let here = self.layout.units_of(run.segment).filter(|&unit| state.units.cold().get(unit));
+                    gone.extend(here);
+                }
+                Err(error) => return Err(StoreError::on_tier(Tier::Cold, error)),
+            }
+        }
+        gone.sort_unstable();
+        gone.dedup();
+        if !gone.is_empty() {
+            self.lose_cold(&gone)?;
+        }
+        let mismatch = |unit: u32| Mismatch { unit, expected: sealed.checksum(unit), found: 0 };
+        Ok(gone.into_iter().filter(|unit| units.binary_search(unit).is_ok()).map(mismatch).collect())
+    }
+
     /// Copies on disk that are wrong no longer count, and their room is given back.
     fn lose_cold(&self, units: &[u32]) -> Result<(), StoreError> {
         let files = self.cold_files()?;
@@ -315,6 +374,7 @@ impl Instance {
         let lost: Vec<u32> = units.iter().copied().filter(|&unit| state.units.cold().get(unit)).collect();
         for &unit in &lost {
             state.units.set_cold(unit, false);
+            state.cold_lost.set(unit, true);
             state.verified.set(unit, false);
         }
         let bytes = self.padded_bytes(&lost);
@@ -424,28 +484,25 @@ impl Instance {
         progress: &Progress,
     ) -> Result<Vec<Mismatch>, StoreError> {
         let files = self.cold_files()?;
-        let runs = self.runs(units);
+        let mut wrong = self.lose_gone(sealed, units)?;
+        let units: Vec<u32> = {
+            let state = lock(&self.state);
+            units.iter().copied().filter(|&unit| state.units.cold().get(unit)).collect()
+        };
+        let runs = self.runs(&units);
         let before: Vec<_> = runs.iter().map(|run| (run.segment, files.change_time(run.segment))).collect();
         self.forget_changed(files, before.iter().map(|(segment, _)| *segment));
         let watch = Watch { progress, wanted: &|| self.is_current(fence) };
         let checksum_of = |unit| sealed.checksum(unit);
         let verified = tier.verify(files, &self.layout, &runs, &checksum_of, &watch);
-        let wrong = match verified {
-            Ok(wrong) => wrong,
-            // A file that is gone or cut off holds nothing: every unit asked for is wrong.
-            Err(ColdFailure::Path(error)) if is_missing(&error) => {
-                tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
-                let lost = |&unit: &u32| Mismatch { unit, expected: sealed.checksum(unit), found: 0 };
-                units.iter().map(lost).collect()
-            }
-            Err(failure) => return Err(self.failure(fence, Tier::Cold, failure)),
-        };
-        if !wrong.is_empty() {
-            let units: Vec<u32> = wrong.iter().map(|mismatch| mismatch.unit).collect();
+        let mismatches = verified.map_err(|failure| self.failure(fence, Tier::Cold, failure))?;
+        if !mismatches.is_empty() {
+            let units: Vec<u32> = mismatches.iter().map(|mismatch| mismatch.unit).collect();
             self.lose_cold(&units)?;
         }
+        wrong.extend(mismatches);
         let mut state = lock(&self.state);
-        for &unit in units {
+        for unit in units {
             let right = state.units.cold().get(unit);
             state.verified.set(unit, right);
         }

@@ -129,7 +129,9 @@ fn units_move_between_the_tiers_and_keep_their_bytes() {
     to_memory(&store, &id, 3, 0..5).unwrap();
     assert!(check_readable(&store, &id, &SIZES).hot.is_full());
     assert_eq!(store.usage().memory.used_bytes, used);
-    store.verify(&effect(&id, 3, 0..5), &Progress::default()).unwrap();
+    let found = store.verify(&id, 0, &Progress::default()).unwrap();
+    assert_eq!((found.memory.right, found.cold.right), (5, 5));
+    assert!(found.memory.wrong.is_empty() && found.cold.wrong.is_empty());
 
     // Every effect can be repeated.
     to_cold(&store, &id, 3, 0..5).unwrap();
@@ -339,13 +341,11 @@ fn effects_with_a_lower_fence_are_refused_also_after_a_restart() {
     to_cold(&store, &id, 9, 0..5).unwrap();
     drop(store);
     let store = folders.reopen();
-    let progress = Progress::default();
     let refusals = [
         store.raise_fence(&id, at(8)).unwrap_err(),
         to_cold(&store, &id, 8, 0..5).unwrap_err(),
         to_memory(&store, &id, 8, 0..5).unwrap_err(),
         release(&store, &id, 8, 0..5).unwrap_err(),
-        store.verify(&effect(&id, 8, 0..5), &progress).unwrap_err(),
         delete(&store, &id, 8, 0..5).unwrap_err(),
         store.delete_instance(&id, at(8), &Progress::default()).unwrap_err(),
     ];
@@ -457,9 +457,8 @@ fn a_flipped_byte_in_memory_is_noticed_at_adoption_and_on_a_scrub() {
     assert!(check_readable(&store, &id, &SIZES).hot.is_full(), "and repaired from disk");
 
     flip_byte(&segment_on(folders.memory.path(), &id), 12_288);
-    let wrong = store.verify(&effect(&id, 2, 0..5), &Progress::default()).unwrap_err();
-    let StoreError::Checksum { units, place, .. } = &wrong else { panic!("{wrong}") };
-    assert_eq!((units[0].unit, *place), (2, "memory"));
+    let found = store.verify(&id, 0, &Progress::default()).unwrap();
+    assert_eq!((found.memory.wrong, found.cold.wrong, found.next), (vec![2], vec![], None));
     let refused = to_cold(&store, &id, 2, 2..3).unwrap_err();
     assert!(matches!(refused, StoreError::NotHere { unit: 2, .. }), "{refused}");
 }
@@ -673,4 +672,35 @@ fn a_raised_fence_stops_a_copy_that_is_under_way() {
     assert!(check_readable(&store, &id, &sizes).hot.is_full());
     to_cold(&store, &id, 3, 0..64).unwrap();
     assert!(check_readable(&store, &id, &sizes).cold.is_full());
+}
+
+#[test]
+fn a_copy_on_disk_that_was_lost_is_remembered_until_it_is_made_again() {
+    let folders = Folders::new();
+    let store = folders.open();
+    let id = instance(1);
+    import(&store, &id, &SIZES);
+    to_cold(&store, &id, 2, 0..5).unwrap();
+    flip_byte(&segment_on(folders.cold.path(), &id), 12_288);
+    let found = store.verify(&id, 0, &Progress::default()).unwrap();
+    assert_eq!((found.memory.right, found.cold.right, found.cold.wrong), (5, 4, vec![2]));
+    drop(store);
+    let store = folders.reopen();
+    let inventory = store.inventory(&id).unwrap().unwrap();
+    assert_eq!((inventory.cold.get(2), inventory.cold_lost.iter().collect::<Vec<_>>()), (false, vec![2]));
+    let inventory = to_cold(&store, &id, 3, 2..3).unwrap();
+    assert!(inventory.cold.is_full() && inventory.cold_lost.is_empty());
+
+    // All of a file that is cut off, found at the next start.
+    drop(store);
+    let segment = segment_on(folders.cold.path(), &id);
+    std::fs::OpenOptions::new().write(true).open(&segment).unwrap().set_len(4_096).unwrap();
+    let store = folders.reopen();
+    let inventory = store.inventory(&id).unwrap().unwrap();
+    assert!(inventory.cold.is_empty() && inventory.cold_lost.is_full() && inventory.hot.is_full());
+    drop(store);
+    let store = folders.reopen();
+    assert!(store.inventory(&id).unwrap().unwrap().cold_lost.is_full(), "written down");
+    let inventory = to_cold(&store, &id, 4, 0..5).unwrap();
+    assert!(inventory.cold.is_full() && inventory.cold_lost.is_empty(), "into the same file");
 }

@@ -120,6 +120,7 @@ impl FakeNode {
             manifest: true,
             hot: Bitmap::full(units),
             cold: Bitmap::empty(units),
+            cold_lost: Bitmap::empty(units),
         };
         self.books().held.insert(instance.clone(), inventory);
         let receipt = Receipt {
@@ -239,7 +240,7 @@ fn carry_out(books: &mut Books, request: &NodeRequest) -> NodeReply {
             books.held.remove(instance);
             NodeReply::Absent
         }
-        NodeRequest::Receipt { .. } | NodeRequest::Verify(_) => {
+        NodeRequest::Receipt { .. } | NodeRequest::Verify { .. } => {
             NodeReply::Failed(BallastError::invalid("this node does not do that"))
         }
     }

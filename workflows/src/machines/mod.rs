@@ -17,7 +17,10 @@ mod delete_first;
 mod deletion;
 mod migration;
 mod put_first;
+mod repair;
 mod work_list;
+
+pub(crate) use work_list::hot_ppm;
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -150,8 +153,7 @@ pub fn next_step(state: &State, seen: Option<&Observation>, op: &OperationId, ep
                 None => Step::Done,
             }
         }
-        // No command starts one yet.
-        OperationKind::Repairing => Step::Done,
+        OperationKind::Repairing => repair::next(state, operation, seen),
     }
 }
 
@@ -187,14 +189,7 @@ fn failed(op: &WeightOperation, epoch: u64, code: ErrorCode, message: String) ->
 /// Some unit, or the manifest, is readable nowhere: every holder has said so under `fence`.
 fn lost(metadata: &WeightRevisionMetadata, seen: &Observation, fence: LogPosition) -> Step {
     let units = seen.index.as_ref().map_or(0, AffinityIndex::len);
-    let mut readable = seen.inventory.hot(units);
-    readable.union_with(&seen.inventory.cold(units));
-    let missing = units.saturating_sub(readable.count());
-    let reason = if missing > 0 {
-        format!("{missing} of {units} units have no readable replica on any node")
-    } else {
-        "the manifest is readable on no node".to_owned()
-    };
+    let reason = crate::repair::what_is_lost(&seen.inventory, units);
     let mut evidence = seen.evidence();
     let absent = metadata.placement.iter().filter(|node| !seen.inventory.nodes.contains_key(*node));
     // A node that holds nothing has no fence of its own any more; it was asked under this one.

@@ -60,7 +60,7 @@ pub(super) fn logical_bytes(index: &AffinityIndex, unit: u32) -> u64 {
 }
 
 /// Share of the logical bytes that the units of `hot` have, in parts per million. A group without bytes goes by units.
-pub(super) fn hot_ppm(index: &AffinityIndex, hot: &Bitmap) -> u32 {
+pub(crate) fn hot_ppm(index: &AffinityIndex, hot: &Bitmap) -> u32 {
     let sum = |units: &mut dyn Iterator<Item = u32>| {
         units.fold(0u128, |sum, unit| sum.saturating_add(logical_bytes(index, unit).into()))
     };

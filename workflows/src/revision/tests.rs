@@ -147,7 +147,8 @@ fn a_degraded_revision_refuses_new_leases_keeps_old_ones_and_recovers() {
     assert_eq!(log.code(acquire(1, "l2", 1000)), ErrorCode::NotReady);
     log.send(renew(1, "l", 60_000)).unwrap();
     assert_eq!(log.code(recovered(&record, fence, Residency::Absent)), ErrorCode::InvalidArgument);
-    assert_eq!(log.events(recovered(&record, fence, Residency::Mixed)), ["REVISION_READY"]);
+    let events = log.events(recovered(&record, fence, Residency::Mixed));
+    assert_eq!(events, ["REVISION_READY", "OPERATION_STARTED"], "it is brought back to HOT");
     assert_eq!((log.revision(1).availability, log.revision(1).residency), (Availability::Ready, Residency::Mixed));
 }
 

@@ -43,6 +43,7 @@ impl FakeNode {
             manifest: held.sealed,
             hot: held.hot.clone(),
             cold: held.cold.clone(),
+            cold_lost: Bitmap::empty(held.cold.len()),
         })
     }
 
@@ -68,9 +69,10 @@ impl FakeNode {
             NodeRequest::CopyToCold(effect)
             | NodeRequest::CopyToMemory(effect)
             | NodeRequest::ReleaseMemory(effect)
-            | NodeRequest::DeleteUnits(effect)
-            | NodeRequest::Verify(effect) => (&effect.instance, Some(effect.fence)),
-            NodeRequest::Receipt { .. } => return refuse(ErrorCode::InvalidArgument, "not asked in this world"),
+            | NodeRequest::DeleteUnits(effect) => (&effect.instance, Some(effect.fence)),
+            NodeRequest::Receipt { .. } | NodeRequest::Verify { .. } => {
+                return refuse(ErrorCode::InvalidArgument, "not asked in this world");
+            }
         };
         let Some(held) = self.held.get_mut(instance) else { return NodeReply::Absent };
         if let Some(fence) = fence {

@@ -158,6 +158,7 @@ fn held(w: &W, instance: &InstanceId, units: u32, is_held: impl Fn(&Disks, Tier,
             manifest: disks.has_manifest(instance),
             hot,
             cold,
+            cold_lost: disks.cold.get(instance).map_or_else(|| Bitmap::empty(units), |folder| folder.lost.clone()),
         };
         inventory.nodes.insert(node.id.clone(), held);
     }
@@ -168,7 +169,7 @@ fn really_held(w: &W, instance: &InstanceId, units: u32) -> GroupInventory {
     held(w, instance, units, |disks, tier, unit| disks.has_good(instance, tier, unit))
 }
 
-fn recorded(w: &W, instance: &InstanceId, units: u32) -> GroupInventory {
+pub(crate) fn recorded(w: &W, instance: &InstanceId, units: u32) -> GroupInventory {
     held(w, instance, units, |disks, tier, unit| disks.has_recorded(instance, tier, unit))
 }
 

@@ -64,7 +64,7 @@ impl Store {
                 self.delete_instance(instance, *fence).await?;
                 NodeReply::Absent
             }
-            NodeRequest::Verify(effect) => held(&*self.verify(effect).await?, &effect.instance),
+            NodeRequest::Verify { instance, .. } => NodeReply::Verified(Box::new(self.verify(instance).await?)),
         })
     }
 }
@@ -80,7 +80,7 @@ fn name_of(request: &NodeRequest) -> String {
         NodeRequest::CopyToMemory(it) => ("CopyToMemory", &it.instance, Some(&it.fence), Some(&it.units)),
         NodeRequest::ReleaseMemory(it) => ("ReleaseMemory", &it.instance, Some(&it.fence), Some(&it.units)),
         NodeRequest::DeleteUnits(it) => ("DeleteUnits", &it.instance, Some(&it.fence), Some(&it.units)),
-        NodeRequest::Verify(it) => ("Verify", &it.instance, Some(&it.fence), Some(&it.units)),
+        NodeRequest::Verify { instance, .. } => ("Verify", instance, None, None),
     };
     let fence = fence.map(|fence| format!(" under {fence}")).unwrap_or_default();
     let units: Vec<String> =

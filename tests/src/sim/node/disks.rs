@@ -78,6 +78,8 @@ pub(crate) struct ColdFolder {
     pub fence: LogPosition,
     pub deleting: bool,
     pub held: Bitmap,
+    /// Found wrong, and not made again yet.
+    pub lost: Bitmap,
     pub units: Vec<ColdUnit>,
     /// The segments can not be opened during this run.
     pub offline: bool,

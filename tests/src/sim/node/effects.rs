@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use ballast_schemas::{BallastError, ErrorCode, InstanceId, LogPosition, UnitEffect};
+use ballast_schemas::{BallastError, ErrorCode, InstanceId, LogPosition, NodeCheck, TierCheck, UnitEffect};
 
 use super::disks::Tier;
 use super::store::{Cause, Live, Standing, Store, refuse};
@@ -77,6 +77,7 @@ impl Store {
         }
         for unit in wanted {
             live.units.borrow_mut().set_cold(unit, true);
+            live.cold_lost.borrow_mut().set(unit, false);
             let changed = self.changed(&live, unit);
             live.verified.borrow_mut().insert(unit, changed);
         }
@@ -267,6 +268,7 @@ impl Store {
         self.w.fault("cold copy found wrong");
         for &unit in units {
             live.units.borrow_mut().set_cold(unit, false);
+            live.cold_lost.borrow_mut().set(unit, true);
             live.verified.borrow_mut().remove(&unit);
         }
         self.save_cold(live);
@@ -282,19 +284,23 @@ impl Store {
         !wrong.is_empty()
     }
 
-    pub async fn verify(&self, effect: &UnitEffect) -> Result<Rc<Live>, BallastError> {
-        let (live, units) = self.begin(effect).await?;
+    /// Reads everything of an instance back; wrong copies no longer count.
+    pub async fn verify(&self, id: &InstanceId) -> Result<NodeCheck, BallastError> {
+        let live = self.served(id)?;
         let _turn = live.queue.enter().await;
-        self.obey(&live, effect.fence)?;
         let content = Self::sealed(&live)?;
-        let hot: Vec<u32> = units.iter().copied().filter(|unit| live.units.borrow().hot().get(*unit)).collect();
-        let bad_hot = self.lose_wrong_hot(&live, &hot);
-        let cold: Vec<u32> = units.into_iter().filter(|unit| live.units.borrow().cold().get(*unit)).collect();
-        let wrong = self.verify_cold(&live, &content.units, &cold).await;
-        if wrong.is_empty() && !bad_hot {
-            return Ok(live);
-        }
-        refuse(ErrorCode::ChecksumMismatch, format!("units {wrong:?} do not match"))
+        let hot: Vec<u32> = live.units.borrow().hot().iter().collect();
+        self.lose_wrong_hot(&live, &hot);
+        let cold: Vec<u32> = live.units.borrow().cold().iter().collect();
+        let wrong_cold = self.verify_cold(&live, &content.units, &cold).await;
+        let wrong_hot: Vec<u32> = hot.iter().copied().filter(|unit| !live.units.borrow().hot().get(*unit)).collect();
+        let check = |asked: usize, wrong: Vec<u32>| TierCheck { right: (asked - wrong.len()) as u32, wrong };
+        Ok(NodeCheck {
+            node: self.node.id.clone(),
+            memory: check(hot.len(), wrong_hot),
+            cold: check(cold.len(), wrong_cold),
+            next: None,
+        })
     }
 
     /// Marks an instance as being deleted and closes its import. `None` when it is not here: it must not come any more.

@@ -114,6 +114,7 @@ impl Store {
                 fence: live.fence.get(),
                 deleting: live.deleting.get(),
                 held: Bitmap::empty(live.count),
+                lost: Bitmap::empty(live.count),
                 units: vec![ColdUnit::default(); live.count as usize],
                 offline: false,
                 allocated_at: now,

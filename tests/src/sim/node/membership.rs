@@ -113,6 +113,7 @@ impl Store {
         let mut units = live.units.borrow_mut();
         if let Some(cold) = disks.cold.get(id).filter(|cold| !cold.offline) {
             cold.held.iter().for_each(|unit| units.set_cold(unit, true));
+            *live.cold_lost.borrow_mut() = cold.lost.clone();
         }
         // The manifest stays readable from memory whatever the units do.
         let folder = disks.memory.entry(id.clone()).or_insert_with(|| {

@@ -53,6 +53,8 @@ pub(crate) struct Live {
     pub sealing: Cell<bool>,
     pub writers: Cell<u32>,
     pub units: RefCell<UnitStates>,
+    /// Copies on disk that were found wrong and have not been made again.
+    pub cold_lost: RefCell<Bitmap>,
     /// Copies on disk that this run has read back, with the change time at which they were right.
     pub verified: RefCell<BTreeMap<u32, u64>>,
     pub queue: Turnstile,
@@ -126,6 +128,7 @@ impl Store {
             manifest: sealed && !live.deleting.get(),
             hot: if sealed { units.hot().clone() } else { Bitmap::empty(live.count) },
             cold: units.cold().clone(),
+            cold_lost: live.cold_lost.borrow().clone(),
         }
     }
 
@@ -185,6 +188,7 @@ impl Store {
         }
         folder.deleting = live.deleting.get();
         folder.held = live.units.borrow().cold().clone();
+        folder.lost = live.cold_lost.borrow().clone();
     }
 
     /// A replica is about to end; reported before it does.
@@ -273,6 +277,7 @@ impl Live {
             sealing: Cell::new(false),
             writers: Cell::new(0),
             units: RefCell::new(UnitStates::new(count)),
+            cold_lost: RefCell::new(Bitmap::empty(count)),
             verified: RefCell::default(),
             queue: Turnstile::default(),
             eased: Signal::default(),
