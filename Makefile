@@ -48,8 +48,8 @@ cluster-test: ## (absent yet) three NATS servers with one killed, paused or cut 
 rdma-test: ## (absent yet) the RDMA transport on real verbs
 	$(call ABSENT,the RDMA transport is not built yet. The transports are shared memory and TCP)
 
-fuzz: ## (absent yet) every decoder against arbitrary bytes
-	$(call ABSENT,the fuzzers are not built yet. The decoders' own tests run in make test)
+fuzz: ## every decoder, and the fold, fed with damaged and arbitrary input (SECONDS=how long, INPUT=a file to feed again)
+	cargo run --profile sim --locked -p ballast-tests --bin fuzz -- $(if $(SECONDS),--seconds $(SECONDS)) $(if $(INPUT),--input $(INPUT))
 
 soak: ## (absent yet) hours of mixed work with restarts
 	$(call ABSENT,the long run is not built yet)
