@@ -143,7 +143,7 @@ fn command(dice: &mut Dice, state: &State) -> Command {
     if wants && operation_id.as_str() != "nothing" && dice.one_in(2) {
         return likely(dice, state, &operation);
     }
-    match dice.below(40) {
+    match dice.below(43) {
         0..4 => Command::BeginImport(BeginImport {
             identity,
             session_id,
@@ -280,7 +280,31 @@ fn command(dice: &mut Dice, state: &State) -> Command {
             lineage: identity.lineage(),
             request_id: format!("r{}", dice.below(4)),
         }),
+        39 | 40 => Command::StartRepair(StartRepair { identity, expected_metadata_generation }),
+        41 => cluster_wide(dice),
         _ => Command::Tick,
+    }
+}
+
+/// What no revision is named in.
+fn cluster_wide(dice: &mut Dice) -> Command {
+    let replica_id = ReplicaId::new(format!("g{}", dice.below(3))).unwrap();
+    match dice.below(4) {
+        0 => Command::AnnounceReplica(AnnounceReplica {
+            replica_id,
+            families: dice.pick(&[vec![0, 8, 9, 10, 11, 12], vec![0, 8, 9, 10, 11], vec![]]),
+            version: "any".into(),
+            fold_version: dice.below(3) as u32,
+        }),
+        1 => Command::ConfirmCapability(ConfirmCapability { capability: dice.pick(Capability::ALL) }),
+        // A newer one than this build knows would stop it, as it should; that is another test's matter.
+        2 => Command::RaiseFoldVersion(RaiseFoldVersion { fold_version: dice.below(2) as u32 }),
+        _ => Command::SetConfig(ClusterConfig {
+            migration_cooldown_ms: dice.pick(&[0, 1, 30_000]),
+            migration_max_members_per_round: dice.below(3) as u32,
+            memory_low_watermark_ppm: dice.below(1_000_001) as u32,
+            ..ClusterConfig::default()
+        }),
     }
 }
 
