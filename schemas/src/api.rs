@@ -547,6 +547,8 @@ body! {
         active_operations: u64,
         /// Leases that have not ended.
         active_leases: u64,
+        /// The policy of revisions whose caller gives none.
+        default_policy: WeightStoragePolicy,
         /// Nodes heard of.
         nodes: Vec<NodeStatus>,
     }

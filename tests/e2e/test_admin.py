@@ -127,3 +127,17 @@ def test_a_wrong_configuration_file_is_refused_at_start(site, scratch, content, 
     assert code == 11
     for word in (*words, str(file)):
         assert word in error["message"], word
+
+
+def test_a_put_that_says_half_of_its_policy_gets_the_rest_from_the_cluster_or_from_what_it_replaces(make_site, models, fresh):
+    site = make_site()
+    site.cli.json("admin", "config", "set", "default_weight_preferred_residency=hot", "default_weight_migration_mode=manual")
+
+    def policy(*arguments):
+        return site.cli.json("put", models("plain"), *arguments)["metadata"]["policy"]
+
+    name = fresh()["resource_id"]
+    assert policy(fresh()["resource_id"]) == {"preferred_residency": "HOT", "mixed_hot_ratio": 0.5, "migration_mode": "MANUAL"}
+    assert policy(name, "--hot-ratio", "0.3") == {"preferred_residency": "HOT", "mixed_hot_ratio": 0.3, "migration_mode": "MANUAL"}
+    replaced = policy(name, "--replace", "--mode", "pinned")
+    assert replaced == {"preferred_residency": "HOT", "mixed_hot_ratio": 0.3, "migration_mode": "PINNED"}

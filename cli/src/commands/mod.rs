@@ -117,6 +117,12 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), BallastErro
 }
 
 impl PolicyFlags {
+    /// Whether the flags say something, but not everything.
+    fn is_partial(&self) -> bool {
+        let given = [self.preferred.is_some(), self.hot_ratio.is_some(), self.mode.is_some()];
+        given.contains(&true) && given.contains(&false)
+    }
+
     /// `base` with what the flags say, or `None` when they say nothing.
     fn over(&self, base: WeightStoragePolicy) -> Result<Option<WeightStoragePolicy>, BallastError> {
         if self.preferred.is_none() && self.hot_ratio.is_none() && self.mode.is_none() {

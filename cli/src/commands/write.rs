@@ -40,7 +40,6 @@ async fn source(path: &Path) -> Result<Source, BallastError> {
 
 pub async fn put(context: &Context, args: PutArgs) -> Result<(), BallastError> {
     let source = source(&args.path).await?;
-    let policy = args.policy.over(WeightStoragePolicy::default())?;
     let progress = shown_progress(context.out, "put");
     let Some(mode) = args.replace else {
         let identity = match args.name.generation {
@@ -49,10 +48,16 @@ pub async fn put(context: &Context, args: PutArgs) -> Result<(), BallastError> {
             }
             None => next_generation(&context.store, &args.name.lineage).await?,
         };
+        // What the flags leave out is the cluster's.
+        let policy = match args.policy.is_partial() {
+            true => args.policy.over(context.admin.status().await?.default_policy)?,
+            false => args.policy.over(WeightStoragePolicy::default())?,
+        };
         let writer = context.store.weight_put(source, &identity, policy, progress).await?;
         return publish(context, writer, None, args.wait).await;
     };
     let plan = plan_replacement(&context.store, &args.name.lineage, args.name.generation, mode).await?;
+    let policy = args.policy.over(context.store.weight_get_metadata(&plan.base).await?.metadata.policy)?;
     let options =
         UpsertOptions { mode, policy, request_id: args.request_id.or(plan.request_id), wait_completed: args.wait };
     let (base, expected) = (plan.base, plan.expected_metadata_generation);

@@ -32,6 +32,7 @@ pub(super) async fn status(context: &Context, call: &Call) -> Result<Answer, Bal
                 .collect(),
             active_operations: counts.active_operations,
             active_leases: counts.active_leases,
+            default_policy: state.config().default_policy,
             nodes,
         }
     });
