@@ -117,7 +117,7 @@ def test_what_is_whole_is_verified_and_needs_no_repair(site, ready, fresh):
     assert [(check["memory"], check["cold"]) for check in reply["nodes"]] == [({"right": units, "wrong": []}, {"right": 0, "wrong": []})]
     assert site.verbs.call("verify", {"identity": ready, "from": 1})["nodes"][0]["memory"]["right"] == units - 1
     assert site.verbs.call("repair", {"identity": ready})["operation"] is None
-    missing = fresh()
+    missing = fresh(2)
     for verb in ["verify", "repair"]:
         refused(site.verbs, "NOT_FOUND", verb, {"identity": missing})
 
