@@ -42,8 +42,10 @@ crash-sweep: ## kill -9 before and after every step of every machine (ONLY=regul
 	cargo build --locked -p ballast
 	$(PYTHON) ops/crash_sweep.py $(if $(ONLY),--only "$(ONLY)")
 
-cluster-test: ## (absent yet) three NATS servers with one killed, paused or cut off
-	$(call ABSENT,the tests on a three-server cluster are not built yet. make test restarts a single server)
+cluster-test: ## three NATS servers with one killed, paused or cut off, two lost, and a full log (ONLY=pytest's -k)
+	@ops/setup
+	cargo build --locked -p ballast
+	$(PYTHON) -m pytest tests/e2e -m cluster $(if $(ONLY),-k "$(ONLY)")
 
 rdma-test: ## (absent yet) the RDMA transport on real verbs
 	$(call ABSENT,the RDMA transport is not built yet. The transports are shared memory and TCP)

@@ -4,6 +4,7 @@ Used by `make demo` and by tests/e2e. Every process is its own, on a free port, 
 can be stopped, killed with -9 and started again with the same arguments. Nothing here knows what the processes do.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -58,14 +60,28 @@ def find_nats_server():
     return found[-1]
 
 
-def nats_config(folder, store_dir):
-    """Writes ops/nats.conf, as it is in production (JetStream synced on every write), with a store folder of its own."""
-    text, found = re.subn(r'(?m)^(\s*store_dir:).*$', lambda line: f"{line[1]} {json.dumps(str(store_dir))}", (ROOT / "ops/nats.conf").read_text())
-    if found != 1:
-        raise Failure(f"ops/nats.conf names store_dir {found} times; expected one line with it")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "nats.conf").write_text(text)
-    return folder / "nats.conf"
+def nats_config(path, store_dir, listen=None, advertise=None, routes=()):
+    """Writes ops/nats.conf, as it is in production (JetStream synced on every write), with a store folder of its own and, where
+    it has routes to others, its cluster block."""
+    text = (ROOT / "ops/nats.conf").read_text()
+
+    def change(pattern, replacement):
+        nonlocal text
+        text, found = re.subn(pattern, lambda match: match[1] + replacement, text)
+        if found != 1:
+            raise Failure(f"ops/nats.conf has {found} matches of {pattern}; expected one")
+
+    change(r"(?m)^(\s*store_dir:).*$", f" {json.dumps(str(store_dir))}")
+    if routes:
+        block = re.search(r"(?m)^# cluster \{\n(# .*\n)*?# \}$", text)
+        if not block:
+            raise Failure("ops/nats.conf has no cluster block to uncomment")
+        text = text.replace(block[0], re.sub(r"(?m)^# ", "", block[0]))
+        change(r"(?m)^(  listen:).*$", f" {listen}\n  advertise: {advertise}")
+        change(r"(?m)^(  routes:).*$", f" {json.dumps([f'nats-route://{route}' for route in routes])}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 def _die_with_parent():
@@ -155,6 +171,14 @@ class Service:
         self.kill()
         return self.start()
 
+    def pause(self):
+        """SIGSTOP: it holds its connections and says nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        if self.running:
+            self.process.send_signal(signal.SIGCONT)
+
 
 class MemoryFolder:
     """A folder for a memory tier: on /dev/shm, or in `scratch` where there is none. A node that may mount a tmpfs of its
@@ -223,29 +247,93 @@ class Ballast:
         return subprocess.Popen(self.command(*arguments), env=self.env, preexec_fn=_die_with_parent, **options)
 
 
-class Cluster:
-    """nats-server and the three services, each `count` times, with their folders under `folder`."""
+class RouteLinks:
+    """The routes between the servers of a cluster, each through this process, so that a server can be cut off from the others
+    while its clients still reach it. A server is known by the name that it introduces itself with on a route."""
 
-    def __init__(self, folder, binary, *, gateways=1, workflow_workers=1, transfer_workers=1, memory_bytes=1 << 30,
-                 cold=True, cold_quota_bytes=None, cold_folder=None, worker_env=None):
+    NAME = re.compile(rb'"server_name":"([^"]+)"')
+
+    def __init__(self, ports):
+        """`ports`: where each server listens for routes."""
+        self.ports = ports
+        self.cut = set()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="routes", daemon=True)
+        self.thread.start()
+        self.joined = asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result(10)
+
+    def addresses(self, name):
+        """Of a server: where it listens, how the others reach it, and how it reaches them."""
+        return f"127.0.0.1:{self.ports[name]}", self.joined[name], [self.joined[other] for other in self.ports if other != name]
+
+    def cut_off(self, name):
+        """From now on nothing passes to or from the server; what is said meanwhile waits."""
+        self.loop.call_soon_threadsafe(self.cut.add, name)
+
+    def heal(self, name):
+        self.loop.call_soon_threadsafe(self.cut.discard, name)
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+
+    async def _listen(self):
+        joined = {}
+        for name in self.ports:
+            server = await asyncio.start_server(lambda *ends, name=name: self._link(name, *ends), "127.0.0.1", 0)
+            joined[name] = "127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+        return joined
+
+    async def _link(self, called, from_caller, to_caller):
+        ends = [to_caller]
+        try:
+            from_called, to_called = await asyncio.open_connection("127.0.0.1", self.ports[called])
+            ends.append(to_called)
+            names = {called}
+            await asyncio.gather(self._pass_on(from_caller, to_called, names), self._pass_on(from_called, to_caller, names))
+        except OSError:
+            pass     # one end is gone, and with it the link
+        finally:
+            for end in ends:
+                end.close()
+
+    async def _pass_on(self, source, target, names):
+        head = b""
+        while data := await source.read(1 << 16):
+            if len(names) < 2 and len(head) < 1 << 16:
+                head += data
+                names.update(name.decode() for name in self.NAME.findall(head))
+            while names & self.cut:
+                await asyncio.sleep(POLL_S)
+            target.write(data)
+            await target.drain()
+        raise ConnectionResetError
+
+
+class Cluster:
+    """One nats-server (or three, which keep every stream three times) and the three services, each `count` times, with their
+    folders under `folder`."""
+
+    def __init__(self, folder, binary, *, servers=1, gateways=1, workflow_workers=1, transfer_workers=1, memory_bytes=1 << 30,
+                 cold=True, cold_quota_bytes=None, cold_folder=None, worker_env=None, gateway_options=()):
         self.folder = pathlib.Path(folder)
         self.binary = pathlib.Path(binary)
-        self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
+        ports = [free_port() for _ in range(servers)]
+        self.port = ports[0]
+        self.url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
         self.cli = Ballast(binary, self.url)
         self.logs = self.folder / "logs"
         self.nats_folder = self.folder / "nats"
+        self.links = RouteLinks({f"nats-{n}": free_port() for n in range(servers)}) if servers > 1 else None
         self.worker_env = dict(worker_env or {})
         self.retired_workers = []
         self.memory_folders = []
         self.memory_dirs = []
         self.cold_dirs = []
-        self.nats = Service(
-            "nats-server",
-            [find_nats_server(), "--config", nats_config(self.folder, self.nats_folder), "--addr", "127.0.0.1", "--port", self.port,
-             "--http_port", free_port()],
-            self.logs, r"Server is ready", {"BALLAST_NATS_NAME": "nats-0"})
-        self.gateways = [self._service(f"gateway-{n}", "gateway", "--id", f"gateway-{n}") for n in range(gateways)]
+        self.nats_servers = [self._nats_server(n, port) for n, port in enumerate(ports)]
+        self.nats = self.nats_servers[0]
+        gateway_options = [*(["--replicas", servers] if servers > 1 else []), *gateway_options]
+        self.gateways = [self._service(f"gateway-{n}", "gateway", "--id", f"gateway-{n}", *gateway_options) for n in range(gateways)]
         self.workflow_workers = [self.new_workflow_worker(f"workflow-{n}", self.worker_env) for n in range(workflow_workers)]
         self.transfer_workers = []
         for n in range(transfer_workers):
@@ -262,6 +350,16 @@ class Cluster:
                     arguments += ["--cold-quota", f"{cold_quota_bytes}"]
             self.transfer_workers.append(self._service(f"node-{n}", "transfer-worker", *arguments, env=self.worker_env))
 
+    def _nats_server(self, n, port):
+        if not self.links:
+            name, config = "nats-server", nats_config(self.folder / "nats.conf", self.nats_folder)
+        else:
+            name, (listen, advertise, routes) = f"nats-{n}", self.links.addresses(f"nats-{n}")
+            config = nats_config(self.folder / f"{name}.conf", self.nats_folder / f"{n}", listen, advertise, routes)
+        return Service(
+            name, [find_nats_server(), "--config", config, "--addr", "127.0.0.1", "--port", port, "--http_port", free_port()],
+            self.logs, r"Server is ready", {"BALLAST_NATS_NAME": f"nats-{n}"})
+
     def _service(self, name, role, *arguments, env=None):
         return Service(name, self.cli.command(role, *arguments), self.logs, r"^ready: ", {"RUST_BACKTRACE": "1", **(env or {})})
 
@@ -271,13 +369,16 @@ class Cluster:
 
     @property
     def services(self):
-        return [self.nats, *self.gateways, *self.transfer_workers, *self.workflow_workers]
+        return [*self.nats_servers, *self.gateways, *self.transfer_workers, *self.workflow_workers]
 
     def start(self):
         self.nats_folder.mkdir(parents=True, exist_ok=True)
-        self.nats.start()
+        for server in self.nats_servers:
+            server.start(wait=False)
+        for server in self.nats_servers:
+            server.wait_ready()
         # The rest find each other in any order; starting them together shows that they do.
-        rest = [service for service in self.services if service is not self.nats]
+        rest = [service for service in self.services if service not in self.nats_servers]
         for service in rest:
             service.start(wait=False)
         for service in rest:
@@ -287,7 +388,7 @@ class Cluster:
     def stop(self):
         """Workers first, then gateways, then the server. Returns what went wrong, if anything did."""
         wrong = []
-        for service in [*self.workflow_workers, *self.transfer_workers, *self.gateways, self.nats]:
+        for service in [*self.workflow_workers, *self.transfer_workers, *self.gateways, *self.nats_servers]:
             try:
                 service.stop()
             except Failure as failure:
@@ -301,6 +402,8 @@ class Cluster:
                 service.kill()
         for folder in self.memory_folders:
             folder.remove()
+        if self.links:
+            self.links.close()
 
     def __enter__(self):
         return self

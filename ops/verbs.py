@@ -39,19 +39,31 @@ def identity(resource, generation=1, *, revision="main", namespace="default", te
 
 
 class Verbs:
-    """A connection of its own, on a thread of its own, so that callers stay plain functions."""
+    """A connection of its own, on a thread of its own, so that callers stay plain functions. Of several servers (separated by
+    commas) it goes on to the next when one does not answer."""
 
     def __init__(self, url):
+        self.servers = url.split(",")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="verbs", daemon=True)
         self.thread.start()
         self.errors = []
-        self.nc = self.run(self._connect(url))
+        self.nc = self.run(self._connect(self.servers))
 
-    async def _connect(self, url):
+    async def _connect(self, servers):
         async def on_error(error):
             self.errors.append(error)
-        return await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=on_error)
+        return await nats.connect(servers, max_reconnect_attempts=-1, reconnect_time_wait=0.1, connect_timeout=2, error_cb=on_error,
+                                  dont_randomize=True)
+
+    def elsewhere(self):
+        """Goes on to the next server, if there are others and one of them answers."""
+        for _ in self.servers[1:]:
+            self.servers.append(self.servers.pop(0))
+            with contextlib.suppress(Exception):
+                old, self.nc = self.nc, self.run(self._connect(self.servers[:1]), 5)
+                asyncio.run_coroutine_threadsafe(old.close(), self.loop)
+                return
 
     def run(self, coroutine, timeout_s=60):
         """Runs a coroutine on the connection's thread and returns its result."""
@@ -68,6 +80,7 @@ class Verbs:
             return self.run(self.nc.request(subject, payload, timeout=timeout_s), timeout_s + 5)
         except (nats.errors.NoRespondersError, nats.errors.TimeoutError, nats.errors.ConnectionClosedError,
                 nats.errors.OutboundBufferLimitError, concurrent.futures.TimeoutError) as error:
+            self.elsewhere()
             raise NoAnswer(f"{subject}: {error or type(error).__name__}") from error
 
     def call(self, verb, body=None, *, tenant="default", timeout_s=CALL_TIMEOUT_S):

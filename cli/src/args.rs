@@ -217,6 +217,12 @@ pub struct GatewayArgs {
     /// Write a snapshot of the state after so many log entries (and, whatever comes first, every ten minutes).
     #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(2..), value_name = "N")]
     pub snapshot_entries: u64,
+    /// Bytes that the log of a new cluster may take. In its last tenth new work is refused as CAPACITY_EXHAUSTED.
+    #[arg(long, default_value = "1GiB", value_parser = size, value_name = "SIZE")]
+    pub log_size: u64,
+    /// Seconds for which log entries are kept, whatever the snapshots would let go.
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    pub log_keep: u64,
     /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
     /// can not be used. A fresh snapshot then takes its place.
     #[arg(long, value_name = "SEQ")]

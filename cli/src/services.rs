@@ -10,8 +10,8 @@ use std::time::Duration;
 use ballast_gateway::{Gateway, GatewayHandle, GatewayOptions};
 use ballast_journal::nodes::Directory;
 use ballast_journal::{
-    DigestExchange, EmbeddedServer, JetStreamLog, JetStreamSnapshots, LastSeen, Replica, ReplicaOptions, RestoreFrom,
-    ServerOptions, StreamOptions, Streams, connect, open_streams,
+    DigestExchange, EmbeddedServer, JetStreamLog, JetStreamSnapshots, LastSeen, Lookout, Replica, ReplicaOptions,
+    RestoreFrom, ServerOptions, StreamOptions, Streams, connect, open_streams,
 };
 use ballast_schemas::{BallastError, ErrorCode, NodeId, ReplicaId, WorkerId};
 use ballast_transfer::{ColdOptions, EngineChoice, HugePages, MemoryOptions};
@@ -84,7 +84,9 @@ pub async fn gateway(nats: &str, args: GatewayArgs, out: Output) -> Result<(), B
     options.http = args.http;
     options.streams.replicas = usize::from(args.replicas);
     options.restore_from = restore_from(args.restore_from);
+    options.streams.log_bytes_max = args.log_size;
     options.snapshots.every_entries = args.snapshot_entries;
+    options.snapshots.keep = Duration::from_secs(args.log_keep);
     let given = settings::given(&args.config)?;
     give(&mut options, &given);
     let gateway = Gateway::open(options).await.map_err(|error| failed(&error))?;
@@ -107,10 +109,12 @@ struct Follower {
     streams: Streams,
     replica: Replica,
     directory: Directory,
+    lookout: Lookout,
 }
 
 async fn follow(nats: &str, id: ReplicaId, restore_from: RestoreFrom) -> Result<Follower, BallastError> {
     let client = connect(nats, &format!("ballast {id}"), CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
+    let lookout = Lookout::start(&client);
     let options = StreamOptions { create: false, ..StreamOptions::default() };
     let deadline = tokio::time::Instant::now() + CLUSTER_PATIENCE;
     let streams = loop {
@@ -130,7 +134,7 @@ async fn follow(nats: &str, id: ReplicaId, restore_from: RestoreFrom) -> Result<
     let snapshots = Arc::new(JetStreamSnapshots::new(&streams));
     let replica = Replica::start(log, Some(snapshots), replica_options).await.map_err(|error| failed(&error))?;
     let directory = Directory::start(&streams);
-    Ok(Follower { streams, replica, directory })
+    Ok(Follower { streams, replica, directory, lookout })
 }
 
 /// Runs a workflow worker until told to stop, or until its replica can not go on.
@@ -138,6 +142,7 @@ pub async fn workflow_worker(nats: &str, args: WorkflowWorkerArgs, out: Output) 
     let id = replica_id(args.id, "workflow-worker")?;
     let follower = follow(nats, id.clone(), restore_from(args.restore_from)).await?;
     let mut failure = follower.replica.failure();
+    let _lookout = follower.lookout;
     let worker = WorkflowWorker::new(WorkflowWorkerOptions {
         streams: follower.streams,
         replica: follower.replica,
@@ -174,6 +179,7 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
     let client = connect(nats, &format!("ballast transfer-worker {node}"), CONNECT_PATIENCE)
         .await
         .map_err(|error| failed(&error))?;
+    let _lookout = Lookout::start(&client);
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: args.memory_dir.unwrap_or_else(|| Path::new("/dev/shm").join(format!("ballast-{node}"))),

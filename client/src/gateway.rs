@@ -1,10 +1,11 @@
 //! Requests to the gateway's verbs over NATS: one deadline for a request and all its repeats, the same request id each
 //! time, and a sentence of its own for each way in which nobody answers (RFC, Concurrency, Consistency, and Error Handling).
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use async_nats::ReconnectToServer;
 use async_nats::client::RequestErrorKind;
 use async_nats::connection::State as ConnectionState;
 use ballast_schemas::{BallastError, COMMAND_WINDOW_MS, ClockReply, ErrorCode, LogTime, TenantId, subject};
@@ -30,15 +31,28 @@ const QUERIES: &[&str] = &[
     "clock",
     "status",
 ];
-/// One attempt is given up after this long; the request is then sent again.
+/// Verbs that are answered at once or not at all, and whose caller has little time.
+const RENEWALS: &[&str] = &["renew_import", "renew_lease"];
+/// The first attempt is given up after this long, and the request is sent again: servers pass requests on to one that says nothing
+/// for as long as they take it for alive. Each further attempt gets half as much again.
+const ATTEMPT_MIN: Duration = Duration::from_secs(3);
 const ATTEMPT_MAX: Duration = Duration::from_secs(10);
+const RENEWAL_ATTEMPT_MAX: Duration = Duration::from_secs(2);
 const BACK_OFF_MIN: Duration = Duration::from_millis(50);
 const BACK_OFF_MAX: Duration = Duration::from_secs(1);
 const CONNECT_ATTEMPT_MAX: Duration = Duration::from_secs(3);
 /// How long a reading of the log clock is used for. The clock never runs faster than time, so every mutation is good for at
 /// least [`COMMAND_WINDOW_MS`], and never beyond the time for which the fold remembers a repeat of it.
 const CLOCK_GOOD_FOR: Duration = Duration::from_secs(30);
-const PING_EVERY: Duration = Duration::from_secs(5);
+/// A server that says nothing is left after three of these.
+const PING_EVERY: Duration = Duration::from_secs(1);
+/// How often the connection is looked at for having been made anew while an answer is awaited.
+const CONNECTION_LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Another server is tried at most this often.
+const ELSEWHERE_EVERY: Duration = Duration::from_secs(2);
+
+/// Counts the connections that this process made or tried.
+static TURN: AtomicUsize = AtomicUsize::new(0);
 
 /// How to reach a cluster.
 #[derive(Clone, Debug)]
@@ -95,6 +109,8 @@ struct Shared {
     seen_seq: AtomicU64,
     /// The log clock as a gateway told it, and when it was asked.
     clock: Mutex<Option<(Instant, LogTime)>>,
+    /// When the connection was last sent to another server.
+    went_elsewhere_at: Mutex<Option<Instant>>,
 }
 
 impl Gateway {
@@ -109,6 +125,12 @@ impl Gateway {
                 options.nats_url.split(',').map(str::trim).filter(|url| !url.is_empty()).collect();
             let attempt = async_nats::ConnectOptions::new()
                 .name(&options.name)
+                // By turns: who leaves a server must not come back to it by chance.
+                .reconnect_to_server_callback(|servers, _| {
+                    let turn = std::process::id() as usize + TURN.fetch_add(1, Ordering::Relaxed);
+                    let next = servers.get(turn % servers.len().max(1)).cloned();
+                    async move { next.map(|server| ReconnectToServer { addr: server.addr, delay: None }) }
+                })
                 .ping_interval(PING_EVERY)
                 .connection_timeout(CONNECT_ATTEMPT_MAX)
                 .reconnect_delay_callback(|attempts| {
@@ -137,6 +159,7 @@ impl Gateway {
                 background: watch::Sender::new(0),
                 seen_seq: AtomicU64::new(0),
                 clock: Mutex::new(None),
+                went_elsewhere_at: Mutex::new(None),
             }),
         })
     }
@@ -212,20 +235,23 @@ impl Gateway {
         let deadline = Instant::now() + patience;
         let mut back_off = BACK_OFF_MIN;
         let mut answered: Option<BallastError> = None;
+        let is_renewal = RENEWALS.contains(&verb);
+        let mut attempt_max = if is_renewal { RENEWAL_ATTEMPT_MAX } else { ATTEMPT_MIN };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let attempt = self.attempt_call(&subject, verb, body, &mut payload, left.min(ATTEMPT_MAX));
+            let attempt = self.attempt_call(&subject, verb, body, &mut payload, left.min(attempt_max));
             let error = match attempt.await {
                 Err(error) if error.code == ErrorCode::Unavailable => error,
                 other => return other,
             };
             // A last attempt that had no time to be answered says less than the answer before it.
             let error = match answered.take() {
-                Some(earlier) if left < ATTEMPT_MAX && error.details["missing"] == "answer" => earlier,
+                Some(earlier) if left < attempt_max && error.details["missing"] == "answer" => earlier,
                 _ => error,
             };
-            if error.details["missing"].is_null() {
-                answered = Some(error.clone());
+            match error.details["missing"].is_null() {
+                true => answered = Some(error.clone()),
+                false => self.go_elsewhere().await,
             }
             if Instant::now() + back_off >= deadline {
                 return Err(error);
@@ -234,6 +260,9 @@ impl Gateway {
             self.shared.waiting.waiting(error.message);
             tokio::time::sleep(back_off).await;
             back_off = (back_off * 2).min(BACK_OFF_MAX);
+            if !is_renewal {
+                attempt_max = (attempt_max * 3 / 2).min(ATTEMPT_MAX);
+            }
         }
     }
 
@@ -299,11 +328,48 @@ impl Gateway {
         patience: Duration,
     ) -> Result<R, BallastError> {
         let request = async_nats::Request::new().payload(payload).timeout(Some(patience));
-        let message = match self.shared.client.send_request(subject.to_owned(), request).await {
-            Ok(message) => message,
-            Err(error) => return Err(self.nobody(error.kind(), &error.to_string(), patience)),
+        let connects = self.connects();
+        let answered = tokio::select! {
+            answered = self.shared.client.send_request(subject.to_owned(), request) => answered,
+            // What was under way on the old connection is lost, and nobody says so.
+            () = self.connected_anew(connects) => {
+                let message = "the connection was made anew before an answer came";
+                return Err(BallastError::new(ErrorCode::Unavailable, message));
+            }
         };
-        self.read(&message.payload)
+        match answered {
+            Ok(message) => self.read(&message.payload),
+            Err(error) => Err(self.nobody(error.kind(), &error.to_string(), patience)),
+        }
+    }
+
+    fn connects(&self) -> u64 {
+        self.shared.client.statistics().connects.load(Ordering::Relaxed)
+    }
+
+    async fn connected_anew(&self, connects: u64) {
+        while self.connects() == connects {
+            tokio::time::sleep(CONNECTION_LOOK_EVERY).await;
+        }
+    }
+
+    /// Goes on to another server of the cluster: one that is cut off from the rest keeps its clients and reaches no gateway.
+    async fn go_elsewhere(&self) {
+        let client = &self.shared.client;
+        let is_alone = !self.shared.url.contains(',') && client.server_info().connect_urls.len() < 2;
+        if is_alone || client.connection_state() != ConnectionState::Connected {
+            return;
+        }
+        {
+            let mut went_at = self.shared.went_elsewhere_at.lock().unwrap_or_else(PoisonError::into_inner);
+            if went_at.is_some_and(|at| at.elapsed() < ELSEWHERE_EVERY) {
+                return;
+            }
+            *went_at = Some(Instant::now());
+        }
+        if let Err(error) = client.force_reconnect().await {
+            tracing::debug!(%error, "the connection is closed");
+        }
     }
 
     fn read<R: DeserializeOwned>(&self, payload: &[u8]) -> Result<R, BallastError> {

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use ballast_schemas::frame::{ByteRange, RANGES_MAX};
 use ballast_schemas::manifest::{Manifest, ManifestPlan};
 use ballast_schemas::{
-    BallastError, BeginImportRequest, ClaimPhase, ErrorCode, IMPORT_TTL_MS_DEFAULT, IdentityRequest, ReplacementClaim,
-    RevisionIdentity, RevisionView, WeightRevisionMetadata, WeightStoragePolicy,
+    BallastError, BeginImportRequest, ClaimPhase, ErrorCode, IdentityRequest, ReplacementClaim, RevisionIdentity,
+    RevisionView, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{GroupLayout, checksum};
 use serde_json::json;
@@ -27,6 +27,8 @@ use crate::store::is_published;
 use crate::upload::Upload;
 
 /// Pieces of fewer bytes are gathered, up to so many bytes, and sent together.
+/// Of our sessions. Leaving a server that is cut off from the others takes 20 s until a renewal is heard again.
+const IMPORT_TTL_MS: u64 = 30_000;
 const SMALL_BYTES: usize = 256 << 10;
 const GATHERED_BYTES: usize = 4 << 20;
 /// How long a failed put tries to abort its import before it tells of its failure.
@@ -127,7 +129,7 @@ impl PutWriter {
         let mut begin = BeginImportRequest {
             identity: request.identity.clone(),
             session_id: new_session_id()?,
-            ttl_ms: IMPORT_TTL_MS_DEFAULT,
+            ttl_ms: IMPORT_TTL_MS,
             policy: request.policy,
             placement_digest: plan.placement_digest(),
             logical_bytes: plan.logical_bytes(),

@@ -10,7 +10,6 @@ use ballast_schemas::{
     hash_prefixed,
 };
 use ballast_workflows::State;
-use serde_json::json;
 
 use crate::metrics::Metrics;
 use crate::placement::Promises;
@@ -121,8 +120,10 @@ fn command_id(tenant: &CallTenant, request_id: &str) -> CommandId {
 
 /// What a caller hears of a command without an outcome.
 fn submit_error(error: SubmitError) -> BallastError {
-    let details = json!({"outcome_unknown": error.outcome_unknown()});
-    BallastError::from(error).with_details(details)
+    let outcome_unknown = error.outcome_unknown();
+    let mut error = BallastError::from(error);
+    error.details["outcome_unknown"] = outcome_unknown.into();
+    error
 }
 
 fn wait_error(error: WaitError) -> BallastError {

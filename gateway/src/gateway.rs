@@ -11,8 +11,8 @@ use async_nats::{Client, Subscriber};
 use ballast_journal::nodes::{Directory, NodeClient};
 use ballast_journal::{
     ConnectError, DigestExchange, EventPublisher, HintPublisher, JetStreamLog, JetStreamSnapshots, KeyError, Log,
-    OpenStreamsError, Replica, ReplicaError, ReplicaOptions, RestoreFrom, SnapshotRules, StreamOptions, Streams,
-    UpkeepOptions, connect, open_streams, token_key,
+    Lookout, OpenStreamsError, Replica, ReplicaError, ReplicaOptions, RestoreFrom, SnapshotRules, StreamOptions,
+    Streams, UpkeepOptions, connect, open_streams, token_key,
 };
 use ballast_schemas::{Capability, ClusterConfig, CreateCluster, ReplicaId};
 use tokio::net::TcpListener;
@@ -130,6 +130,7 @@ pub struct Gateway {
     http: Option<(TcpListener, SocketAddr)>,
     handle: GatewayHandle,
     _publishers: (EventPublisher, HintPublisher),
+    _lookouts: [Lookout; 2],
 }
 
 /// What others in the same process may use of a gateway. Cheap to clone.
@@ -214,10 +215,22 @@ impl Gateway {
         let refused = |reason: String| GatewayError::Service { reason };
         let hellos = hello::listen(&client).await.map_err(|error| refused(error.to_string()))?;
         let front = connect(&options.nats_url, &format!("{name} requests"), options.connect_patience).await?;
+        let lookouts = [Lookout::start(&client), Lookout::start(&front)];
         let listening = service::listen(front, &context).await.map_err(|error| refused(error.to_string()))?;
         listening.pass_through(&client).await.map_err(|error| refused(error.to_string()))?;
         let handle = GatewayHandle { replica, directory, streams, http: http.as_ref().map(|(_, address)| *address) };
-        Ok(Self { options, client, context, log, listening, hellos, http, handle, _publishers: (events, hints) })
+        Ok(Self {
+            options,
+            client,
+            context,
+            log,
+            listening,
+            hellos,
+            http,
+            handle,
+            _publishers: (events, hints),
+            _lookouts: lookouts,
+        })
     }
 
     /// What others in this process may use of it.
@@ -230,7 +243,7 @@ impl Gateway {
     /// # Errors
     /// When the replica stops (the log can not be folded any further) or HTTP can not be served any more.
     pub async fn run(self, shutdown: impl Future<Output = ()> + Send) -> Result<(), GatewayError> {
-        let Self { options, client, context, log, listening, hellos, http, handle, _publishers } = self;
+        let Self { options, client, context, log, listening, hellos, http, handle, _publishers, _lookouts } = self;
         let (stop, stopping) = watch::channel(false);
         let mut chores = JoinSet::new();
         chores.spawn(hello::answer_all(hellos, client.clone(), Arc::clone(&context)));

@@ -12,7 +12,7 @@ use async_nats::service::endpoint::Endpoint;
 use async_nats::service::{
     NATS_SERVICE_ERROR, NATS_SERVICE_ERROR_CODE, Request as ServiceRequest, Service, ServiceExt,
 };
-use async_nats::{Client, HeaderMap, Message, Subscriber};
+use async_nats::{Client, HeaderMap, Message, RequestErrorKind, Subscriber};
 use ballast_schemas::{BallastError, ErrorCode, VERBS};
 use bytes::Bytes;
 use futures::StreamExt;
@@ -30,6 +30,10 @@ pub(crate) const QUEUE_GROUP: &str = "ballast-gateway";
 const VERB_SUBJECTS: &str = "ballast.v1.>";
 /// What is wrong, in a header: one line, not too long for it.
 const HEADER_TEXT_CHARS_MAX: usize = 512;
+
+/// How long the servers of a cluster may take to tell each other of a subscription.
+const INTEREST_PATIENCE: Duration = Duration::from_secs(5);
+const INTEREST_RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// How requests are taken.
 #[derive(Debug, Clone, Copy)]
@@ -81,7 +85,16 @@ impl Listening {
     /// subscription that was made on it before.
     pub(crate) async fn pass_through(&self, client: &Client) -> Result<(), async_nats::RequestError> {
         let subject = format!("$SRV.PING.{SERVICE_NAME}.{}", self.service.info().await.id);
-        client.request(subject, Bytes::new()).await.map(drop)
+        let deadline = Instant::now() + INTEREST_PATIENCE;
+        loop {
+            match client.request(subject.clone(), Bytes::new()).await {
+                // The two connections are to different servers, and one has not told the other yet.
+                Err(error) if error.kind() == RequestErrorKind::NoResponders && Instant::now() < deadline => {
+                    tokio::time::sleep(INTEREST_RETRY_EVERY).await;
+                }
+                answered => return answered.map(drop),
+            }
+        }
     }
 }
 

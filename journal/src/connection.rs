@@ -1,19 +1,37 @@
 //! Connecting to NATS: the options every part of Ballast uses, and the check that the server is new enough.
 //!
+//! Of several servers a connection takes the next one each time, and a [`Lookout`] has it leave one through which JetStream can
+//! not be reached: a server that is cut off from the others answers pings all the same.
+//!
 //! Not here: starting a server (`server.rs`), setting up streams (`streams.rs`). See ARCHITECTURE.md, The log and the fold.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use async_nats::{Client, ConnectOptions};
+use async_nats::connection::State as ConnectionState;
+use async_nats::{Client, ConnectOptions, ReconnectToServer, Request};
+use tokio::task::JoinHandle;
 
 use crate::server::{OLDEST_VERSION, RECOMMENDED_VERSION, ServerVersion};
 
-/// A dead peer that sends no reset is noticed after two of these.
-const PING_INTERVAL: Duration = Duration::from_secs(5);
+/// A dead peer that sends no reset is noticed after three of these.
+const PING_INTERVAL: Duration = Duration::from_secs(1);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const RECONNECT_DELAY_MAX: Duration = Duration::from_millis(500);
 const RETRY_EVERY: Duration = Duration::from_millis(200);
+
+/// Counts the connections that this process made or tried.
+static TURN: AtomicUsize = AtomicUsize::new(0);
+
+/// Answered by the leader of the JetStream cluster alone, or refused by a server that knows none.
+const JETSTREAM_INFO: &str = "$JS.API.INFO";
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most elections are over by then.
+const LEAVE_AFTER: Duration = Duration::from_secs(6);
+/// Where no server is better, changing is of no use.
+const LEAVE_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +86,12 @@ pub async fn connect(url: &str, name: &str, patience: Duration) -> Result<Client
 
 fn options(name: &str) -> ConnectOptions {
     ConnectOptions::new()
+        // By turns: who leaves a server must not come back to it by chance.
+        .reconnect_to_server_callback(|servers, _| {
+            let turn = std::process::id() as usize + TURN.fetch_add(1, Ordering::Relaxed);
+            let next = servers.get(turn % servers.len().max(1)).cloned();
+            async move { next.map(|server| ReconnectToServer { addr: server.addr, delay: None }) }
+        })
         .name(name)
         .ping_interval(PING_INTERVAL)
         .connection_timeout(CONNECT_TIMEOUT)
@@ -83,4 +107,57 @@ fn options(name: &str) -> ConnectOptions {
                 other => tracing::debug!(event = %other, "NATS client"),
             }
         })
+}
+
+/// Watches a connection for as long as it lives: when JetStream can not be reached through its server, the connection goes on
+/// to another one.
+#[derive(Debug)]
+pub struct Lookout {
+    task: JoinHandle<()>,
+}
+
+impl Lookout {
+    pub fn start(client: &Client) -> Self {
+        Self { task: tokio::spawn(look_out(client.clone())) }
+    }
+}
+
+impl Drop for Lookout {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn look_out(client: Client) {
+    let mut leave_after = LEAVE_AFTER;
+    let mut useless_since = None;
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        // Without a connection the client library looks for a server by itself.
+        if client.connection_state() != ConnectionState::Connected {
+            useless_since = None;
+            continue;
+        }
+        let asked_at = Instant::now();
+        if reaches_jetstream(&client).await {
+            (leave_after, useless_since) = (LEAVE_AFTER, None);
+            continue;
+        }
+        let since = *useless_since.get_or_insert(asked_at);
+        if since.elapsed() >= leave_after {
+            tracing::warn!("JetStream does not answer through this NATS server: going on to another");
+            // An error means that the client is closed.
+            if client.force_reconnect().await.is_err() {
+                return;
+            }
+            (leave_after, useless_since) = ((leave_after * 2).min(LEAVE_AFTER_MAX), None);
+        }
+    }
+}
+
+async fn reaches_jetstream(client: &Client) -> bool {
+    let request = Request::new().timeout(Some(LOOK_TIMEOUT));
+    let Ok(answer) = client.send_request(JETSTREAM_INFO, request).await else { return false };
+    let body: serde_json::Value = serde_json::from_slice(&answer.payload).unwrap_or_default();
+    body["error"]["code"] != 503
 }

@@ -20,7 +20,7 @@ use tokio::sync::mpsc;
 
 use crate::log::{AppendError, Log, LogBounds, LogError, Record, Tail, TailError};
 use crate::publish::{PublishFailure, publish_once};
-use crate::streams::{LOG_STREAM, LOG_SUBJECT, Streams};
+use crate::streams::{LEADER_READS_FOR, LOG_STREAM, LOG_SUBJECT, Streams};
 
 /// How long an append with an unknown outcome is sent again. An unclean leader loss takes up to 7.1 s; the stream remembers
 /// ids for two minutes.
@@ -37,6 +37,12 @@ const TAIL_RETRY_EVERY: Duration = Duration::from_millis(100);
 const CONNECTION_LOOK_EVERY: Duration = Duration::from_millis(250);
 /// A stream that the server denies for this long is gone, not on its way.
 const MISSING_AFTER: Duration = Duration::from_secs(15);
+
+/// The stream as its leader describes it.
+struct StreamState {
+    bounds: LogBounds,
+    is_replicated: bool,
+}
 
 /// The log of one cluster.
 #[derive(Debug, Clone)]
@@ -91,14 +97,16 @@ impl JetStreamLog {
         }
     }
 
-    async fn stream_state(&self) -> Result<(u64, u64, u64, i64), LogError> {
+    async fn stream_state(&self) -> Result<StreamState, LogError> {
         match self.context.get_stream(LOG_STREAM).await {
             Ok(stream) => {
                 let info = stream.cached_info();
-                let last = info.state.last_sequence;
+                let last_seq = info.state.last_sequence;
                 // An empty stream reports first = last + 1, a new one first = 0.
-                let first = if info.state.messages == 0 { last + 1 } else { info.state.first_sequence };
-                Ok((first, last, info.state.bytes, info.config.max_bytes))
+                let first_seq = if info.state.messages == 0 { last_seq + 1 } else { info.state.first_sequence };
+                let bytes_max = u64::try_from(info.config.max_bytes).ok().filter(|max| *max > 0);
+                let bounds = LogBounds { first_seq, last_seq, bytes: info.state.bytes, bytes_max };
+                Ok(StreamState { bounds, is_replicated: info.config.num_replicas > 1 })
             }
             Err(error) => Err(match error.kind() {
                 GetStreamErrorKind::JetStream(answer) if answer.error_code() == ErrorCode::STREAM_NOT_FOUND => {
@@ -136,10 +144,7 @@ impl Log for JetStreamLog {
     }
 
     fn bounds(&self) -> BoxFuture<'_, Result<LogBounds, LogError>> {
-        Box::pin(async move {
-            let (first_seq, last_seq, bytes, max) = self.stream_state().await?;
-            Ok(LogBounds { first_seq, last_seq, bytes, bytes_max: u64::try_from(max).ok().filter(|max| *max > 0) })
-        })
+        Box::pin(async move { self.stream_state().await.map(|state| state.bounds) })
     }
 
     fn trim(&self, up_to_seq: u64) -> BoxFuture<'_, Result<(), LogError>> {
@@ -174,11 +179,11 @@ struct TailReader {
 
 impl TailReader {
     async fn run(mut self) {
-        let mut missing_since: Option<Instant> = None;
+        let mut suspect_since: Option<Instant> = None;
         loop {
-            let end = match self.prepare(&mut missing_since).await {
+            let end = match self.prepare(&mut suspect_since).await {
                 Ok(consumer) => {
-                    missing_since = None;
+                    suspect_since = None;
                     let end = self.read(&consumer).await;
                     self.discard(consumer);
                     end
@@ -198,20 +203,23 @@ impl TailReader {
     }
 
     /// Checks that the log still holds what must come next, and makes a consumer there.
-    async fn prepare(&self, missing_since: &mut Option<Instant>) -> Result<LogConsumer, ReadEnd> {
-        let (first, last, _, _) = match self.log.stream_state().await {
-            Ok(state) => state,
-            Err(LogError::Unreachable { reason }) => return Err(ReadEnd::Again(reason)),
-            Err(LogError::Missing) => {
-                let since = *missing_since.get_or_insert_with(Instant::now);
-                return Err(match since.elapsed() >= MISSING_AFTER {
-                    true => ReadEnd::Failed(TailError::Missing),
-                    false => ReadEnd::Again("the stream is not there".to_owned()),
-                });
+    async fn prepare(&self, suspect_since: &mut Option<Instant>) -> Result<LogConsumer, ReadEnd> {
+        let mut unless_it_passes = |patience: Duration, error: TailError| {
+            let since = *suspect_since.get_or_insert_with(Instant::now);
+            match since.elapsed() >= patience {
+                true => ReadEnd::Failed(error),
+                false => ReadEnd::Again(error.to_string()),
             }
         };
+        let StreamState { bounds: LogBounds { first_seq: first, last_seq: last, .. }, is_replicated } =
+            match self.log.stream_state().await {
+                Ok(state) => state,
+                Err(LogError::Unreachable { reason }) => return Err(ReadEnd::Again(reason)),
+                Err(LogError::Missing) => return Err(unless_it_passes(MISSING_AFTER, TailError::Missing)),
+            };
         if last + 1 < self.next {
-            return Err(ReadEnd::Failed(TailError::Regressed { seen: self.next - 1, last }));
+            let patience = if is_replicated { LEADER_READS_FOR } else { Duration::ZERO };
+            return Err(unless_it_passes(patience, TailError::Regressed { seen: self.next - 1, last }));
         }
         if first > self.next {
             return Err(ReadEnd::Failed(TailError::TrimGap { expected: self.next, first }));
@@ -288,9 +296,12 @@ impl TailReader {
             Ok(stream) => stream,
             Err(error) => return ReadEnd::Again(error.to_string()),
         };
-        let first = stream.cached_info().state.first_sequence;
+        let (first, last) = (stream.cached_info().state.first_sequence, stream.cached_info().state.last_sequence);
         if first > self.next {
             return ReadEnd::Failed(TailError::TrimGap { expected: self.next, first });
+        }
+        if last < found {
+            return ReadEnd::Again(format!("the log's leader has read only {last} of it"));
         }
         match stream.get_raw_message(self.next).await {
             Ok(_) => ReadEnd::Again(format!("entry {} was not delivered", self.next)),

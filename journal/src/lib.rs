@@ -28,7 +28,7 @@ mod streams;
 mod upkeep;
 
 pub use agreement::DigestExchange;
-pub use connection::{ConnectError, connect};
+pub use connection::{ConnectError, Lookout, connect};
 pub use events::{EventFilter, EventPublisher, EventReader, EventSink, EventStart, FollowedEvent};
 pub use hints::{Hint, HintPublisher, HintReader};
 pub use history::{Decided, History, HistoryEntry, HistoryError, StoredSnapshot, Walk};

@@ -16,6 +16,8 @@ const CODE_STORAGE_RESOURCES_EXCEEDED: u64 = 10047;
 const CODE_WRONG_LAST_SEQUENCE: u64 = 10071;
 /// The same conflict on a replicated stream while the winner is still in flight.
 const CODE_WRONG_LAST_SEQUENCE_CONSTANT: u64 = 10164;
+/// An earlier copy, under the same id, has not reached a majority of a replicated stream's servers.
+const CODE_DUPLICATE_IN_PROCESS: u64 = 10158;
 
 /// Why there is no acknowledgement.
 #[derive(Debug, thiserror::Error)]
@@ -88,10 +90,28 @@ fn failure_of(error: AckError) -> PublishFailure {
         CODE_WRONG_LAST_SEQUENCE | CODE_WRONG_LAST_SEQUENCE_CONSTANT => {
             PublishFailure::WrongLastSequence { description }
         }
-        // "Temporarily unavailable" and its kin: the server can not say what became of it.
-        _ if code == 503 || code == 500 => {
+        // "Temporarily unavailable" and its kin: the server can not say what became of it. Nor can a leader that still holds the
+        // first copy of this very message and waits for the others to store it.
+        _ if code == 503 || code == 500 || err_code == CODE_DUPLICATE_IN_PROCESS => {
             PublishFailure::Unknown { reason: format!("{description} (JetStream error {err_code})") }
         }
         _ => PublishFailure::Rejected { code: err_code, description },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(code: u64, err_code: u64) -> PublishFailure {
+        failure_of(AckError { code, err_code, description: "why".to_owned() })
+    }
+
+    #[test]
+    fn a_copy_that_is_still_in_process_may_be_stored() {
+        assert!(matches!(failure(400, CODE_DUPLICATE_IN_PROCESS), PublishFailure::Unknown { .. }));
+        assert!(matches!(failure(503, 10008), PublishFailure::Unknown { .. }));
+        assert!(matches!(failure(503, CODE_STREAM_STORE_FAILED), PublishFailure::Full { .. }));
+        assert!(matches!(failure(400, 10054), PublishFailure::Rejected { .. }));
     }
 }

@@ -200,9 +200,9 @@ impl Replica {
 
     /// Appends a stamped command; sending the same record again is safe.
     pub async fn submit_record(&self, record: CommandRecord) -> Result<(LogPosition, Outcome), SubmitError> {
-        if let Some((bytes, bytes_max)) =
-            self.inner.shared.ledger.nearly_full().filter(|_| !frees_or_reports(&record.command))
-        {
+        let ledger = &self.inner.shared.ledger;
+        let refusal = if frees_or_reports(&record.command) { ledger.full() } else { ledger.nearly_full() };
+        if let Some((bytes, bytes_max)) = refusal {
             return Err(SubmitError::NearlyFull { bytes, bytes_max });
         }
         let id = record.id.clone();

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use async_nats::Client;
-use async_nats::jetstream::context::GetStreamErrorKind;
+use async_nats::jetstream::context::{CreateStreamErrorKind, GetStreamErrorKind};
 use async_nats::jetstream::stream::{Config, DiscardPolicy, Info, RetentionPolicy, StorageType};
 use async_nats::jetstream::{self, Context, ErrorCode};
 use ballast_schemas::ClusterId;
@@ -27,6 +27,8 @@ const CLUSTER_METADATA: &str = "ballast_cluster";
 const API_PATIENCE: Duration = Duration::from_secs(30);
 const API_TIMEOUT: Duration = Duration::from_secs(5);
 const API_RETRY_EVERY: Duration = Duration::from_millis(250);
+/// How long a new leader of a replicated log may take to know its end.
+pub(crate) const LEADER_READS_FOR: Duration = Duration::from_secs(15);
 
 const MIB: i64 = 1024 * 1024;
 
@@ -150,6 +152,8 @@ pub async fn open_streams(client: Client, options: &StreamOptions) -> Result<Str
         },
     };
     let cluster_id = cluster_of(&log).ok_or_else(|| OpenStreamsError::Foreign { stream: LOG_STREAM.to_owned() })?;
+    // Whoever made the cluster said how many copies there are; a worker that comes first to a stream does not know.
+    let replicas = log.config.num_replicas;
     if let Some(found) = options.last_seen.as_ref().map(|seen| &seen.cluster_id).filter(|found| **found != cluster_id) {
         let what = "what this process remembers".to_owned();
         return Err(OpenStreamsError::OtherCluster { what, expected: cluster_id, found: found.clone() });
@@ -167,15 +171,30 @@ pub async fn open_streams(client: Client, options: &StreamOptions) -> Result<Str
                 }
                 None => return Err(OpenStreamsError::Foreign { stream: config.name }),
             },
-            None => create(&context, config, &cluster_id).await.map(drop)?,
+            None => {
+                create(&context, Config { num_replicas: replicas, ..config }, &cluster_id).await?;
+            }
         }
     }
     let last_seq = last_seen_seq(&context, &cluster_id, options.last_seen.as_ref()).await;
     let found = log.state.last_sequence;
-    if found < last_seq {
+    if found < last_seq && (replicas == 1 || !reaches(&context, last_seq).await?) {
         return Err(OpenStreamsError::LogCutShort { cluster_id, last_seq, found });
     }
-    Ok(Streams { client, context, cluster_id, replicas: options.replicas })
+    Ok(Streams { client, context, cluster_id, replicas })
+}
+
+/// Whether a replicated log is as long as that after all: a server that has just become its leader may not have read all of
+/// its own copy yet.
+async fn reaches(context: &Context, last_seq: u64) -> Result<bool, OpenStreamsError> {
+    let deadline = Instant::now() + LEADER_READS_FOR;
+    loop {
+        let found = stream_info(context, LOG_STREAM).await?.map_or(0, |info| info.state.last_sequence);
+        if found >= last_seq || Instant::now() >= deadline {
+            return Ok(found >= last_seq);
+        }
+        tokio::time::sleep(API_RETRY_EVERY).await;
+    }
 }
 
 /// The cluster's streams for somebody who only looks: nothing is made, and only the log must be there.
@@ -246,19 +265,47 @@ fn is_disabled(code: ErrorCode) -> bool {
 async fn create_log(context: &Context, options: &StreamOptions) -> Result<Info, OpenStreamsError> {
     let fresh = ClusterId::new(uuid::Uuid::new_v4().to_string())
         .map_err(|error| OpenStreamsError::Create { stream: LOG_STREAM.to_owned(), reason: error.to_string() })?;
-    match create(context, log_config(options), &fresh).await {
-        Ok(info) => Ok(info),
-        // Somebody else made it a moment ago, under another id: theirs is the cluster.
-        Err(error) => stream_info(context, LOG_STREAM).await?.ok_or(error),
+    let error = match create(context, log_config(options), &fresh).await {
+        Ok(info) => return Ok(info),
+        Err(error) => error,
+    };
+    // Somebody else made it a moment ago, under another id: theirs is the cluster. On several servers the name is taken before
+    // the stream is there.
+    let deadline = Instant::now() + if options.replicas > 1 { LEADER_READS_FOR } else { Duration::ZERO };
+    loop {
+        match stream_info(context, LOG_STREAM).await? {
+            Some(info) => return Ok(info),
+            None if Instant::now() >= deadline => return Err(error),
+            None => tokio::time::sleep(API_RETRY_EVERY).await,
+        }
     }
 }
 
 async fn create(context: &Context, mut config: Config, cluster_id: &ClusterId) -> Result<Info, OpenStreamsError> {
     config.metadata = HashMap::from([(CLUSTER_METADATA.to_owned(), cluster_id.to_string())]);
     let name = config.name.clone();
-    match context.create_stream(config).await {
-        Ok(stream) => Ok(stream.cached_info().clone()),
-        Err(error) => Err(OpenStreamsError::Create { stream: name, reason: error.to_string() }),
+    let deadline = Instant::now() + API_PATIENCE;
+    loop {
+        match context.create_stream(config.clone()).await {
+            Ok(stream) => return Ok(stream.cached_info().clone()),
+            // The same again is the same stream.
+            Err(error) if is_passing(&error.kind()) && Instant::now() < deadline => {
+                tracing::debug!(stream = name, %error, "the stream can not be made yet");
+                tokio::time::sleep(API_RETRY_EVERY).await;
+            }
+            Err(error) => return Err(OpenStreamsError::Create { stream: name, reason: error.to_string() }),
+        }
+    }
+}
+
+/// Whether servers that are still finding each other, or electing, say so.
+fn is_passing(kind: &CreateStreamErrorKind) -> bool {
+    match kind {
+        CreateStreamErrorKind::TimedOut | CreateStreamErrorKind::JetStreamUnavailable => true,
+        CreateStreamErrorKind::JetStream(answer) => {
+            answer.code() == 503 || answer.error_code() == ErrorCode::CLUSTER_NO_PEERS
+        }
+        _ => false,
     }
 }
 

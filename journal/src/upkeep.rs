@@ -32,6 +32,10 @@ const SAMPLE_EVERY_NS: u64 = 1_000_000_000;
 const FILL_LOOK_EVERY: Duration = Duration::from_secs(5);
 /// One tenth of the log is kept for releases, worker progress, deletions and snapshots.
 const RESERVE_SHARE: u64 = 10;
+/// Of that, this share of the log is kept for the commits of snapshots: a log that had no room for one could never be trimmed.
+const SNAPSHOT_RESERVE_SHARE: u64 = 50;
+/// What a stored entry takes beside its bytes: subject, headers, the record's own frame. An estimate until the next look.
+const ENTRY_OVERHEAD_BYTES: u64 = 128;
 const EVENTS_PATIENCE: Duration = Duration::from_secs(60);
 
 /// What a replica does beside folding.
@@ -96,8 +100,10 @@ struct LedgerInner {
     /// (sequence, timestamp) at least a second apart, oldest first.
     samples: VecDeque<(u64, u64)>,
     keep: Duration,
-    /// The log's fill when last asked: bytes stored and bytes at most.
+    /// Bytes stored, as last asked and what was folded since, and bytes at most.
     fill: Option<(u64, u64)>,
+    /// The log begins behind this entry.
+    trimmed: u64,
 }
 
 impl Ledger {
@@ -110,8 +116,12 @@ impl Ledger {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn note_entry(&self, seq: u64, timestamp_ns: u64) {
+    pub(crate) fn note_entry(&self, seq: u64, timestamp_ns: u64, bytes: usize) {
         let mut ledger = self.lock();
+        if let Some((stored, _)) = &mut ledger.fill {
+            // A burst must not run through the reserve before the next look.
+            *stored = stored.saturating_add(bytes as u64).saturating_add(ENTRY_OVERHEAD_BYTES);
+        }
         ledger.last_entry_at = Some(Instant::now());
         ledger.head = (seq, timestamp_ns);
         if ledger.samples.back().is_none_or(|(_, at)| timestamp_ns.saturating_sub(*at) >= SAMPLE_EVERY_NS) {
@@ -126,7 +136,16 @@ impl Ledger {
 
     /// Bytes stored and bytes at most, once the log is so full that tenants must leave the rest to what frees it.
     pub(crate) fn nearly_full(&self) -> Option<(u64, u64)> {
-        self.lock().fill.filter(|(bytes, bytes_max)| *bytes >= bytes_max - bytes_max / RESERVE_SHARE)
+        self.within(RESERVE_SHARE)
+    }
+
+    /// Bytes stored and bytes at most, once there is room for nothing but the commit of a snapshot.
+    pub(crate) fn full(&self) -> Option<(u64, u64)> {
+        self.within(SNAPSHOT_RESERVE_SHARE)
+    }
+
+    fn within(&self, share: u64) -> Option<(u64, u64)> {
+        self.lock().fill.filter(|(bytes, bytes_max)| *bytes >= bytes_max - bytes_max / share)
     }
 
     fn half_full(&self) -> bool {
@@ -140,8 +159,10 @@ impl Ledger {
     /// The newest entry that is old enough to go; 0 = none.
     fn old_enough(&self) -> u64 {
         let ledger = self.lock();
-        let horizon = ledger.head.1.saturating_sub(nanos(ledger.keep));
-        match ledger.keep.is_zero() {
+        // A log that takes nothing more grows older all the same.
+        let silent = ledger.last_entry_at.map_or(Duration::ZERO, |at| at.elapsed());
+        let horizon = ledger.head.1.saturating_add(nanos(silent)).saturating_sub(nanos(ledger.keep));
+        match ledger.head.1 <= horizon {
             true => ledger.head.0,
             false => ledger.samples.iter().rev().find(|(_, at)| *at <= horizon).map_or(0, |(seq, _)| *seq),
         }
@@ -153,6 +174,14 @@ fn trimmable(snapshots: &[SnapshotCommitted], old_enough: u64) -> u64 {
     match snapshots {
         [.., older, _newest] => older.seq.min(old_enough),
         _ => 0,
+    }
+}
+
+/// Whether one more snapshot would let more of the log go than the last one did by itself.
+fn another_frees(snapshots: &[SnapshotCommitted]) -> bool {
+    match snapshots {
+        [.., older, newest] => newest.seq > older.seq + 2,
+        _ => true,
     }
 }
 
@@ -183,11 +212,17 @@ pub(crate) fn start(shared: &Arc<Shared>, appender: &Appender) -> Vec<JoinHandle
 
 async fn watch_fill(shared: Arc<Shared>) {
     loop {
-        // A log that does not answer is reported by whoever appends to it.
-        if let Ok(bounds) = shared.log.bounds().await {
-            shared.ledger.lock().fill = bounds.bytes_max.map(|bytes_max| (bounds.bytes, bytes_max));
-        }
+        look_at_fill(&shared).await;
         tokio::time::sleep(FILL_LOOK_EVERY).await;
+    }
+}
+
+async fn look_at_fill(shared: &Shared) {
+    // A log that does not answer is reported by whoever appends to it.
+    if let Ok(bounds) = shared.log.bounds().await {
+        let mut ledger = shared.ledger.lock();
+        ledger.fill = bounds.bytes_max.map(|bytes_max| (bounds.bytes, bytes_max));
+        ledger.trimmed = bounds.first_seq.saturating_sub(1);
     }
 }
 
@@ -231,6 +266,10 @@ fn tick_threshold() -> Duration {
 
 /// Appends an upkeep command and waits until this replica has folded it.
 async fn append(shared: &Shared, appender: &Appender, command: Command) -> Result<(), SubmitError> {
+    let commits_a_snapshot = matches!(command, Command::SnapshotCommitted(_));
+    if let Some((bytes, bytes_max)) = shared.ledger.full().filter(|_| !commits_a_snapshot) {
+        return Err(SubmitError::NearlyFull { bytes, bytes_max });
+    }
     let id = fresh_command_id();
     let not_after = shared.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
     let record = CommandRecord { id: id.clone(), not_after, command };
@@ -258,13 +297,24 @@ async fn snapshot_by_rules(shared: Arc<Shared>, appender: Appender, rules: Snaps
         }
         let entries = shared.read(State::log_seq).saturating_sub(committed);
         let is_old = since.elapsed() >= rules.every || shared.ledger.half_full();
+        // Trimming goes to the older of two snapshots, and a log that takes nothing more brings no entries for the second.
+        let makes_room = shared.ledger.nearly_full().is_some() && shared.read(|state| another_frees(state.snapshots()));
         // The snapshot's own commit is an entry too; alone it is no reason for another.
-        takes_a_place || entries >= rules.every_entries.max(2) || (entries >= 2 && is_old)
+        takes_a_place
+            || entries >= rules.every_entries.max(2)
+            || (entries >= 2 && is_old)
+            || (entries >= 1 && makes_room)
     };
     let jitter_ms = SNAPSHOT_JITTER_MS.min(u64::try_from(rules.every.as_millis()).unwrap_or(u64::MAX));
     loop {
         tokio::time::sleep(SNAPSHOT_LOOK_EVERY.min(rules.every)).await;
         if !is_due() {
+            // What was too young when the last snapshot was committed grows older without another.
+            if shared.ledger.half_full()
+                && let Err(error) = trim(&shared).await
+            {
+                tracing::warn!(%error, "the log is not trimmed: it is tried again");
+            }
             continue;
         }
         // Whoever draws the shortest wait writes it; the others then see it committed.
@@ -299,11 +349,18 @@ pub(crate) async fn snapshot(shared: &Shared, appender: &Appender) -> Result<Opt
     let committed = Command::SnapshotCommitted(SnapshotCommitted { seq: name.seq, digest: name.digest });
     append(shared, appender, committed).await.map_err(UpkeepError::Commit)?;
     prune(&**store).await?;
-    let up_to = shared.read(|state| trimmable(state.snapshots(), shared.ledger.old_enough()));
-    if up_to > 0 {
-        shared.log.trim(up_to).await?;
-    }
+    trim(shared).await?;
     Ok(Some(name))
+}
+
+/// Removes what committed snapshots make dispensable, as far as it is old enough.
+async fn trim(shared: &Shared) -> Result<(), UpkeepError> {
+    let up_to = shared.read(|state| trimmable(state.snapshots(), shared.ledger.old_enough()));
+    if up_to > shared.ledger.lock().trimmed {
+        shared.log.trim(up_to).await?;
+        look_at_fill(shared).await;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -316,7 +373,7 @@ mod tests {
     fn trimming_stops_at_the_older_of_two_snapshots_and_keeps_young_entries() {
         let ledger = Ledger::new(Duration::from_secs(600));
         for seq in 1..=100 {
-            ledger.note_entry(seq, seq * 10 * SAMPLE_EVERY_NS);
+            ledger.note_entry(seq, seq * 10 * SAMPLE_EVERY_NS, 100);
         }
         assert_eq!(ledger.old_enough(), 40, "entry 40 is 600 s older than the newest");
         let committed = |seq| SnapshotCommitted { seq, digest: Digest::of(b"") };
@@ -334,5 +391,34 @@ mod tests {
         assert_eq!(ledger.nearly_full(), None);
         ledger.lock().fill = Some((900, 1_000));
         assert_eq!(ledger.nearly_full(), Some((900, 1_000)));
+        assert_eq!(ledger.full(), None);
+        ledger.lock().fill = Some((980, 1_000));
+        assert_eq!(ledger.full(), Some((980, 1_000)), "the last fiftieth is the snapshots' alone");
+    }
+
+    #[test]
+    fn what_is_folded_counts_at_once() {
+        let ledger = Ledger::new(Duration::ZERO);
+        ledger.lock().fill = Some((0, 10_000));
+        ledger.note_entry(1, SAMPLE_EVERY_NS, 9_000);
+        assert_eq!(ledger.nearly_full(), Some((9_000 + ENTRY_OVERHEAD_BYTES, 10_000)));
+    }
+
+    #[test]
+    fn a_log_that_takes_nothing_more_grows_older() {
+        let keep = Duration::from_millis(20);
+        let ledger = Ledger::new(keep);
+        ledger.note_entry(1, SAMPLE_EVERY_NS, 100);
+        ledger.note_entry(2, SAMPLE_EVERY_NS + 1, 100);
+        std::thread::sleep(2 * keep);
+        assert_eq!(ledger.old_enough(), 2);
+    }
+
+    #[test]
+    fn a_second_snapshot_is_worth_it_only_if_it_frees_more() {
+        let committed = |seq| SnapshotCommitted { seq, digest: Digest::of(b"") };
+        assert!(another_frees(&[]) && another_frees(&[committed(7)]));
+        assert!(another_frees(&[committed(7), committed(100)]));
+        assert!(!another_frees(&[committed(100), committed(101)]));
     }
 }

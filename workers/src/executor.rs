@@ -286,7 +286,11 @@ impl<'a> Drive<'a> {
                 Submitted::Rejected(rejection.into())
             }
             // Stored or not: the state will show it, and the same command again is refused or a repeat.
-            Err(error @ (SubmitError::NotStored(_) | SubmitError::OutcomeUnknown { .. })) => {
+            Err(
+                error @ (SubmitError::NotStored(_)
+                | SubmitError::OutcomeUnknown { .. }
+                | SubmitError::NearlyFull { .. }),
+            ) => {
                 tracing::warn!(operation = %self.claim.operation_id, command = name, %error, "no answer from the log");
                 tokio::time::sleep(LOG_RETRY_AFTER).await;
                 Submitted::Unanswered

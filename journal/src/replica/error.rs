@@ -53,7 +53,7 @@ pub enum SubmitError {
     #[error("the command cannot be encoded: {reason}")]
     Encode { reason: String },
     #[error(
-        "the log is nearly full ({bytes} of {bytes_max} bytes) and the rest is kept for releases and deletions: wait for the next snapshot, or raise its max_bytes"
+        "the log is nearly full ({bytes} of {bytes_max} bytes) and the rest is kept for releases, deletions and snapshots: wait for the next snapshot, or raise its max_bytes"
     )]
     NearlyFull { bytes: u64, bytes_max: u64 },
 }
@@ -76,6 +76,12 @@ impl SubmitError {
 
 impl From<SubmitError> for BallastError {
     fn from(error: SubmitError) -> Self {
+        let details = match &error {
+            SubmitError::NearlyFull { bytes, bytes_max } => {
+                serde_json::json!({"log_bytes": bytes, "log_bytes_max": bytes_max})
+            }
+            _ => serde_json::Value::Null,
+        };
         let code = match &error {
             SubmitError::NearlyFull { .. } => ErrorCode::CapacityExhausted,
             SubmitError::NotStored(append) if matches!(**append, AppendError::Full { .. }) => {
@@ -89,7 +95,7 @@ impl From<SubmitError> for BallastError {
                 ErrorCode::Unavailable
             }
         };
-        BallastError::new(code, error.to_string())
+        BallastError::new(code, error.to_string()).with_details(details)
     }
 }
 

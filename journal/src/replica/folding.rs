@@ -110,7 +110,7 @@ pub(super) async fn run_folder(shared: Arc<Shared>) -> ReplicaError {
 async fn fold_record(shared: &Shared, record: Record) -> Result<(), ReplicaError> {
     let Record { seq, timestamp_ns, bytes } = record;
     let envelope = Envelope::decode(&bytes).map_err(|source| ReplicaError::Entry { seq, source })?;
-    shared.ledger.note_entry(seq, timestamp_ns);
+    shared.ledger.note_entry(seq, timestamp_ns, bytes.len());
     let (applied, chain) = {
         let mut state = shared.state.write().unwrap_or_else(PoisonError::into_inner);
         let applied =
