@@ -14,7 +14,7 @@ use ballast_journal::{
     RestoreFrom, ServerOptions, StreamOptions, Streams, connect, open_streams,
 };
 use ballast_schemas::{BallastError, ErrorCode, NodeId, ReplicaId, WorkerId};
-use ballast_transfer::{ColdOptions, EngineChoice, HugePages, MemoryOptions};
+use ballast_transfer::{ColdOptions, EngineChoice, FolderIdentity, HugePages, MemoryOptions};
 use ballast_workers::{NodeReport, TransferWorker, TransferWorkerOptions, WorkflowWorker, WorkflowWorkerOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -213,9 +213,7 @@ fn transfer_options(
     tiers: Tiers,
 ) -> Result<TransferWorkerOptions, BallastError> {
     if let Some(cold) = &tiers.cold_dir {
-        std::fs::create_dir_all(cold).map_err(|error| {
-            BallastError::invalid(format!("the cold folder {} can not be made: {error}", cold.display()))
-        })?;
+        make_folder("cold", "--cold", cold)?;
     }
     let socket = socket_of(&node, &tiers.memory_dir);
     let cold = tiers.cold_dir.map(|folder| ColdOptions {
@@ -358,14 +356,47 @@ impl Running {
     }
 }
 
+fn cold_dir_of(args: &DevArgs, data: &Path) -> PathBuf {
+    args.cold.clone().unwrap_or_else(|| data.join("cold"))
+}
+
+fn memory_dir(args: &DevArgs, data: &Path) -> PathBuf {
+    args.memory_dir.clone().unwrap_or_else(|| memory_dir_of(data))
+}
+
+/// The cluster whose bytes are in these folders, if any are: its log is not made anew for another one.
+fn cluster_of_tiers(folders: &[PathBuf]) -> Result<Option<LastSeen>, BallastError> {
+    for folder in folders {
+        let found = FolderIdentity::of(folder).map_err(|error| failed(&error))?;
+        if let Some(cluster_id) = found.and_then(|identity| identity.cluster) {
+            return Ok(Some(LastSeen { cluster_id, log_seq: 0 }));
+        }
+    }
+    Ok(None)
+}
+
+fn make_folder(what: &str, flag: &str, path: &Path) -> Result<(), BallastError> {
+    std::fs::create_dir_all(path).map_err(|error| {
+        let reason = match path.exists() {
+            true => "there is something else than a folder".to_owned(),
+            false => error.to_string(),
+        };
+        BallastError::invalid(format!(
+            "the {what} folder {} can not be made: {reason}; name another with {flag}",
+            path.display()
+        ))
+    })
+}
+
 /// Runs everything in this process, with an embedded NATS server, until told to stop.
 pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
     let given = settings::given(&args.config)?;
-    std::fs::create_dir_all(&args.data).map_err(|error| {
-        BallastError::invalid(format!("the data folder {} can not be made: {error}", args.data.display()))
-    })?;
+    make_folder("data", "--data", &args.data)?;
     let data = args.data.canonicalize().map_err(|error| failed(&error))?;
-    let last_seen = DevRecord::read(&data)?;
+    let last_seen = match DevRecord::read(&data)? {
+        Some(seen) => Some(seen),
+        None => cluster_of_tiers(&[cold_dir_of(&args, &data), memory_dir(&args, &data)])?,
+    };
     let nats_dir = data.join("nats");
     let is_new = !nats_dir.exists();
     // A folder's first start takes the usual port, so that every other command finds it without a flag.
@@ -402,8 +433,8 @@ async fn dev_services(
         connect(&nats, "ballast transfer-worker dev", CONNECT_PATIENCE).await.map_err(|error| failed(&error))?;
     let tiers = Tiers {
         memory_bytes: args.memory,
-        memory_dir: args.memory_dir.clone().unwrap_or_else(|| memory_dir_of(data)),
-        cold_dir: Some(args.cold.clone().unwrap_or_else(|| data.join("cold"))),
+        memory_dir: memory_dir(args, data),
+        cold_dir: Some(cold_dir_of(args, data)),
         cold_quota_bytes: None,
     };
     let transfer =

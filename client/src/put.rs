@@ -288,7 +288,7 @@ impl PutWriter {
                     Ok(revision) => (revision, false, Some(upload.transport())),
                     Err(error) => {
                         give_up(session).await;
-                        return Err(error);
+                        return Err(unpublished(error));
                     }
                 }
             }
@@ -314,6 +314,14 @@ impl PutWriter {
             Work::Existing { .. } => Ok(()),
         }
     }
+}
+
+/// A fault on the way says what became of the revision.
+fn unpublished(mut error: BallastError) -> BallastError {
+    if error.code == ErrorCode::Unavailable {
+        error.message.push_str("; the import was given up: the same put again publishes it, or finds it published");
+    }
+    error
 }
 
 async fn give_up(session: OpenSession) {

@@ -83,6 +83,6 @@ async fn welcome(context: &Context, hello: &NodeHello) -> Result<HelloReply, Bal
         token_key: context.tokens.key_bytes(),
         standings: hello.instances.iter().map(|instance| state.instance_standing(instance)).collect(),
     });
-    tracing::info!(%node, incarnation = hello.incarnation, instances = hello.instances.len(), "node introduced");
+    tracing::debug!(%node, incarnation = hello.incarnation, instances = hello.instances.len(), "node introduced");
     Ok(reply)
 }

@@ -60,6 +60,8 @@ pub struct StoredSnapshot {
 /// Why a moment can not be shown.
 #[derive(Debug, thiserror::Error)]
 pub enum HistoryError {
+    #[error("there is no entry 0: the log's entries are numbered from 1")]
+    Zero,
     #[error("the log ends at entry {last}; entry {wanted} is not there yet")]
     Future { wanted: u64, last: u64 },
     #[error(
@@ -120,7 +122,10 @@ impl History {
     /// The state after the entry `seq`.
     pub async fn state_at(&self, seq: u64) -> Result<State, HistoryError> {
         let bounds = self.bounds().await?;
-        if seq > bounds.last_seq || seq == 0 {
+        if seq == 0 {
+            return Err(HistoryError::Zero);
+        }
+        if seq > bounds.last_seq {
             return Err(HistoryError::Future { wanted: seq, last: bounds.last_seq });
         }
         let (state, _) = self.base(seq, bounds).await?;

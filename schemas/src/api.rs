@@ -125,7 +125,9 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
         };
         let text: &[u8] = if bytes.is_empty() { b"{}" } else { bytes };
         // Flattening would let unknown fields pass, so `options` is taken out by hand and both parts are read strictly.
-        let mut fields: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(text).map_err(wrong)?;
+        let Once(serde_json::Value::Object(mut fields)) = serde_json::from_slice(text).map_err(wrong)? else {
+            return Err(BallastError::invalid("the request body is wrong: it is no map of fields (a JSON object)"));
+        };
         let options = match fields.remove("options") {
             Some(options) => serde_path_to_error::deserialize(options).map_err(|error| named("options", error))?,
             None => RequestOptions::default(),
@@ -139,6 +141,69 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
         let body =
             serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
         Ok(Self { body, options })
+    }
+}
+
+/// Any JSON in which no object names a field twice: the last one would win, whatever the first one said.
+struct Once(serde_json::Value);
+
+impl<'de> Deserialize<'de> for Once {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(OnceVisitor).map(Self)
+    }
+}
+
+struct OnceVisitor;
+
+impl<'de> serde::de::Visitor<'de> for OnceVisitor {
+    type Value = serde_json::Value;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Self::Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Self::Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Self::Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Self::Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Self::Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_unit<E>(self) -> Result<Self::Value, E> {
+        Ok(serde_json::Value::Null)
+    }
+
+    fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(Once(item)) = items.next_element()? {
+            list.push(item);
+        }
+        Ok(list.into())
+    }
+
+    fn visit_map<A: serde::de::MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+        let mut fields = serde_json::Map::new();
+        while let Some((name, Once(value))) = entries.next_entry::<String, Once>()? {
+            if fields.contains_key(&name) {
+                let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
+                return Err(serde::de::Error::custom(format_args!("the field `{name}` is there twice")));
+            }
+            fields.insert(name, value);
+        }
+        Ok(fields.into())
     }
 }
 
@@ -570,6 +635,11 @@ mod tests {
             (r#"{"operation_id":"op-1.0","options":{"min_log_seq":"x"}}"#, "`options.min_log_seq`"),
             ("{}", "operation_id"),
             ("[]", "map"),
+            (r#"{"operation_id":"op-1.0","operation_id":"op-2.0"}"#, "`operation_id` is there twice"),
+            (
+                r#"{"operation_id":"op-1.0","options":{"min_log_seq":1,"min_log_seq":2}}"#,
+                "`min_log_seq` is there twice",
+            ),
             ("not json", "expected"),
         ] {
             let error = read(text).unwrap_err();

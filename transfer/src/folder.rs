@@ -142,6 +142,16 @@ pub struct FolderIdentity {
     pub incarnation: String,
 }
 
+impl FolderIdentity {
+    /// Who a folder belongs to, without taking it; `None` when nobody has used it.
+    ///
+    /// # Errors
+    /// When what is recorded there is damaged or can not be read.
+    pub fn of(folder: &Path) -> Result<Option<Self>, RecordError> {
+        record::read(&folder.join(IDENTITY))
+    }
+}
+
 const LOCK: &str = "LOCK";
 const IDENTITY: &str = "node";
 const INSTANCES: &str = "instances";

@@ -46,6 +46,11 @@ pub async fn log(history: &History, args: LogArgs, out: Output) -> Result<(), Ba
     if from > bounds.last_seq && !args.follow {
         return Err(failed(ballast_journal::HistoryError::Future { wanted: from, last: bounds.last_seq }));
     }
+    if let Some(to) = args.to.filter(|to| *to < from) {
+        return Err(BallastError::invalid(format!(
+            "the range from entry {from} to {to} is empty; --to must not be before --from"
+        )));
+    }
     let to = args.to.unwrap_or(bounds.last_seq).min(bounds.last_seq);
     let mut walk = history.walk(from).await.map_err(failed)?;
     past::remarks(&walk, args.from, out);

@@ -22,6 +22,7 @@ pub async fn open(nats: &str) -> Result<History, BallastError> {
 /// As the CLI shows it.
 pub fn failed(error: HistoryError) -> BallastError {
     let code = match &error {
+        HistoryError::Zero => ErrorCode::InvalidArgument,
         HistoryError::Future { .. } => ErrorCode::NotFound,
         HistoryError::OutOfReach { .. } => ErrorCode::NotReady,
         HistoryError::Replica(ReplicaError::Log(_)) => ErrorCode::Unavailable,

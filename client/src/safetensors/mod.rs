@@ -43,6 +43,12 @@ pub fn open(path: &Path) -> Result<Source, SafetensorsError> {
     }
     let name = path.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| SafetensorsError::folder(path, "its name is not UTF-8; rename it"))?;
+    if name.ends_with(INDEX_SUFFIX) {
+        return Err(SafetensorsError::folder(
+            path,
+            "it is the index of a model in shards; give the folder that it is in",
+        ));
+    }
     let mut import = Import::default();
     import.add_file(name, path)?;
     import.finish(BTreeMap::new())

@@ -52,8 +52,10 @@ pub(super) async fn steer(context: &Context, call: &Call) -> Result<Answer, Ball
 
 fn own(call: &Call, id: &OperationId, found: Option<WeightOperation>) -> Result<WeightOperation, BallastError> {
     found.filter(|operation| call.tenant.is(&operation.identity.tenant_id)).ok_or_else(|| {
-        let message =
-            format!("tenant {} has no operation {id}; list_operations shows those there are", call.tenant.name());
+        let message = format!(
+            "tenant {} has no operation {id}; `list_operations` (`ballast op --all`) shows those there are",
+            call.tenant.name()
+        );
         BallastError::new(ErrorCode::NotFound, message)
     })
 }

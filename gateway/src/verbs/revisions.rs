@@ -41,7 +41,10 @@ pub(super) async fn get_size(context: &Context, call: &Call) -> Result<Answer, B
 }
 
 pub(super) fn not_found(identity: &RevisionIdentity) -> BallastError {
-    BallastError::new(ErrorCode::NotFound, format!("there is no revision {identity}; list shows those there are"))
+    BallastError::new(
+        ErrorCode::NotFound,
+        format!("there is no revision {identity}; `list` (`ballast ls --all`) shows those there are"),
+    )
 }
 
 pub(super) async fn list(context: &Context, call: &Call) -> Result<Answer, BallastError> {

@@ -231,10 +231,17 @@ fn lock_folder(data_dir: &Path) -> Result<File, StartServerError> {
     let mut file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(in_folder)?;
     let deadline = Instant::now() + LOCK_TIMEOUT;
+    let mut told = false;
     loop {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => break,
             Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                if !told {
+                    let mut holder = String::new();
+                    let _ = file.read_to_string(&mut holder).and_then(|_| file.seek(SeekFrom::Start(0)));
+                    tracing::warn!(folder = %data_dir.display(), process = holder.trim(), "waiting for another process to leave the NATS data folder");
+                    told = true;
+                }
                 std::thread::sleep(Duration::from_millis(50))
             }
             Err(rustix::io::Errno::WOULDBLOCK) => {
