@@ -114,6 +114,7 @@ def test_a_second_start_on_the_same_folder_is_refused(dev):
     second.start(wait=False)
     assert second.wait_end(30) != 0
     assert "in use" in second.output() and str(one.data) in second.output()
+    assert "waiting for another process" in second.output()
     with Verbs(one.cli.url) as verbs:
         assert verbs.call("status")["cluster_id"]
 
@@ -137,6 +138,16 @@ def test_a_log_deleted_between_two_starts_is_refused_by_name_and_nothing_is_dele
     assert code not in (0, None) and "panicked" not in said, said
     assert "log missing" in said and status["cluster_id"] in said, said
     assert any(str(status["folded_seq"] + n) in said for n in range(-3, 40)), "the last seen sequence is named"
+    after = footprint(one.data / "cold", one.memory.path)
+    assert {path: after.get(path) for path in payload} == payload, "not one byte is deleted"
+
+    # With the server's folder and the record gone too, the tiers still say whose bytes they hold.
+    shutil.rmtree(one.data / "nats")
+    (one.data / "cluster.json").unlink()
+    one.service.start(wait=False)
+    assert one.service.wait_end(60) not in (0, None)
+    said = one.service.output()
+    assert "log missing" in said and status["cluster_id"] in said, said
     after = footprint(one.data / "cold", one.memory.path)
     assert {path: after.get(path) for path in payload} == payload, "not one byte is deleted"
 

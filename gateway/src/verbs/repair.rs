@@ -3,8 +3,8 @@
 
 use ballast_journal::nodes::NodeCallError;
 use ballast_schemas::{
-    Availability, BallastError, Command, ErrorCode, NodeReply, NodeRequest, RepairReply, RepairRequest, Reply,
-    StartRepair, VerifyReply, VerifyRequest, WeightRevisionMetadata,
+    Availability, BallastError, Command, ErrorCode, GroupInventory, NodeReply, NodeRequest, RepairReply, RepairRequest,
+    Reply, StartRepair, VerifyReply, VerifyRequest, WeightRevisionMetadata,
 };
 use ballast_workflows::verdict;
 
@@ -19,7 +19,7 @@ pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, Bal
     call.check_tenant(&identity)?;
     let (log_seq, found) = context.read(&request.options, |state| state.revision(&identity).cloned()).await?;
     let metadata = found.ok_or_else(|| not_found(&identity))?;
-    let held = context.directory.group(&metadata.instance);
+    let held = held(context, &metadata).await;
     let wanted = context.replica.read(|state| verdict(state, &metadata, &held, Vec::new(), None)).is_some();
     if !wanted && metadata.operation_id.is_none() && metadata.availability == Availability::Ready {
         return Answer::new(log_seq, &RepairReply { operation: None });
@@ -29,6 +29,18 @@ pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, Bal
     let (position, reply) = context.submit(call, &request.options, command).await?;
     let Reply::Operation(operation) = reply else { return Err(unexpected(&reply)) };
     Answer::new(position.seq, &RepairReply { operation: Some(*operation) })
+}
+
+/// What the nodes hold, from themselves: what they publish may be a moment old. One that does not answer holds nothing.
+async fn held(context: &Context, metadata: &WeightRevisionMetadata) -> GroupInventory {
+    let mut held = GroupInventory::default();
+    for node in &metadata.placement {
+        let request = NodeRequest::Inventory { instance: metadata.instance.clone() };
+        if let Ok(NodeReply::Inventory(found)) = context.nodes.call(node, &request, |_| {}).await {
+            held.nodes.insert(node.clone(), *found);
+        }
+    }
+    held
 }
 
 pub(super) async fn verify(context: &Context, call: &Call) -> Result<Answer, BallastError> {
