@@ -31,11 +31,13 @@ fix: ## formats, and applies what clippy can mend by itself
 	cargo fmt --all
 	cargo clippy --workspace --all-targets --fix --allow-dirty --allow-staged
 
-bench: ## (absent yet) figures beside the peer or the limit they are measured against
-	$(call ABSENT,the benchmarks are not built yet. make demo shows the time of each step on a real model)
+bench: ## the engine's speed, each figure beside a limit or a rival (ONLY=fold, lone, many, operations, restore or scale)
+	@ops/setup
+	cargo build --release --locked -p ballast-tests --bin bench
+	target/release/bench $$(ops/setup bench) $(if $(ONLY),--only "$(ONLY)")
 
 sim: ## seeded simulation of whole clusters under faults (SEEDS=how many, SEED=one alone with every line)
-	cargo run --profile sim --locked -p ballast-tests --bin sim -- $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED))
+	cargo run --profile sim --locked -p ballast-tests --no-default-features --bin sim -- $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED))
 
 crash-sweep: ## kill -9 before and after every step of every machine (ONLY=regular expression)
 	@ops/setup
@@ -51,7 +53,7 @@ rdma-test: ## (absent yet) the RDMA transport on real verbs
 	$(call ABSENT,the RDMA transport is not built yet. The transports are shared memory and TCP)
 
 fuzz: ## every decoder, and the fold, fed with damaged and arbitrary input (SECONDS=how long, INPUT=a file to feed again)
-	cargo run --profile sim --locked -p ballast-tests --bin fuzz -- $(if $(SECONDS),--seconds $(SECONDS)) $(if $(INPUT),--input $(INPUT))
+	cargo run --profile sim --locked -p ballast-tests --no-default-features --features fuzz --bin fuzz -- $(if $(SECONDS),--seconds $(SECONDS)) $(if $(INPUT),--input $(INPUT))
 
 soak: ## (absent yet) hours of mixed work with restarts
 	$(call ABSENT,the long run is not built yet)

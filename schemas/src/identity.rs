@@ -1,7 +1,9 @@
 //! Revision identity, lineage and the keys derived from them (RFC, Revision Identity and Object Layout).
 
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
@@ -9,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::digest::{Digest, hash_list, hash_prefixed};
 use crate::limits::COMPONENT_BYTES_MAX;
 use crate::state::UpsertMode;
+use crate::text::serde_as_text;
 
 /// Characters that stay as they are in a key: letters, digits and `._-`.
 const KEY_ESCAPES: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'_').remove(b'-');
@@ -75,9 +78,8 @@ fn check(part: &'static str, text: &str) -> Result<(), IdentityError> {
 }
 
 /// One part of an identity: 1–1024 bytes of UTF-8 without control characters.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Component(Box<str>);
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Component(Arc<str>);
 
 impl Component {
     /// Validates `text`; `part` names it in the error.
@@ -97,9 +99,8 @@ impl Component {
 }
 
 /// Who owns a revision; one subject token on the wire. Must not begin with `_`.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct TenantId(Box<str>);
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TenantId(Arc<str>);
 
 impl TenantId {
     /// Validates `text`.
@@ -137,7 +138,7 @@ macro_rules! text_conversions {
         }
         impl From<$name> for String {
             fn from(value: $name) -> String {
-                value.0.into()
+                value.as_str().to_owned()
             }
         }
         impl fmt::Display for $name {
@@ -150,19 +151,24 @@ macro_rules! text_conversions {
 
 text_conversions!(Component, |text| Component::new("identity component", &text));
 text_conversions!(TenantId, |text| TenantId::new(&text));
-text_conversions!(GroupId, |text| GroupId::parse(text));
+text_conversions!(GroupId, |text| GroupId::parse(&text));
+serde_as_text!(Component, |text| Component::new("identity component", text));
+serde_as_text!(TenantId, TenantId::new);
+serde_as_text!(GroupId, GroupId::parse);
 
 /// The managed group of a revision: `weight:` and 64 hex digits.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct GroupId(Box<str>);
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(Arc<str>);
 
 impl GroupId {
-    fn parse(text: String) -> Result<Self, IdentityError> {
+    fn parse(text: &str) -> Result<Self, IdentityError> {
         let hex = text.strip_prefix("weight:").unwrap_or_default();
-        match Digest::try_from(hex.to_owned()) {
+        match Digest::read(hex) {
             Ok(_) => Ok(Self(text.into())),
-            Err(_) => Err(IdentityError::ShortName { text, reason: "a group id is weight:<64 hex digits>".into() }),
+            Err(_) => Err(IdentityError::ShortName {
+                text: text.to_owned(),
+                reason: "a group id is weight:<64 hex digits>".into(),
+            }),
         }
     }
 
@@ -196,17 +202,20 @@ pub struct RevisionIdentity {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawIdentity {
-    #[serde(default = "default_tenant_text")]
-    tenant_id: String,
-    namespace: String,
-    resource_id: String,
-    revision: String,
+struct RawIdentity<'a> {
+    #[serde(borrow, default = "default_tenant_text")]
+    tenant_id: Cow<'a, str>,
+    #[serde(borrow)]
+    namespace: Cow<'a, str>,
+    #[serde(borrow)]
+    resource_id: Cow<'a, str>,
+    #[serde(borrow)]
+    revision: Cow<'a, str>,
     weight_generation: u64,
 }
 
-fn default_tenant_text() -> String {
-    "default".to_owned()
+fn default_tenant_text() -> Cow<'static, str> {
+    "default".into()
 }
 
 impl<'de> Deserialize<'de> for RevisionIdentity {

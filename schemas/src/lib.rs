@@ -25,6 +25,7 @@ mod policy;
 mod position;
 mod state;
 pub mod subject;
+mod text;
 mod time;
 mod units;
 

@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::identity::GroupId;
+use crate::text::serde_as_text;
 
 /// Where a command stands in the log: the stream sequence of its envelope and its index inside it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -63,9 +65,8 @@ impl fmt::Display for InstanceId {
 macro_rules! name {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-        #[serde(try_from = "String", into = "String")]
-        pub struct $name(String);
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(Arc<str>);
 
         impl $name {
             /// Accepts 1–128 bytes of visible ASCII without spaces.
@@ -73,9 +74,12 @@ macro_rules! name {
             /// # Errors
             /// When the text is empty, longer, or holds another character.
             pub fn new(text: impl Into<String>) -> Result<Self, NameError> {
-                let text = text.into();
+                Self::read(&text.into())
+            }
+
+            fn read(text: &str) -> Result<Self, NameError> {
                 let fits = !text.is_empty() && text.len() <= 128 && text.bytes().all(|b| b.is_ascii_graphic());
-                if fits { Ok(Self(text)) } else { Err(NameError { kind: stringify!($name), text }) }
+                if fits { Ok(Self(text.into())) } else { Err(NameError { kind: stringify!($name), text: text.to_owned() }) }
             }
 
             /// The name as text.
@@ -94,7 +98,7 @@ macro_rules! name {
 
         impl From<$name> for String {
             fn from(name: $name) -> String {
-                name.0
+                name.as_str().to_owned()
             }
         }
 
@@ -107,9 +111,11 @@ macro_rules! name {
         impl FromStr for $name {
             type Err = NameError;
             fn from_str(text: &str) -> Result<Self, NameError> {
-                Self::new(text)
+                Self::read(text)
             }
         }
+
+        serde_as_text!($name, $name::read);
     };
 }
 
@@ -166,7 +172,7 @@ impl OperationId {
     /// The id of the `n`-th operation that the command at `position` creates.
     #[must_use]
     pub fn at(position: LogPosition, n: u32) -> Self {
-        if n == 0 { Self(format!("op-{position}")) } else { Self(format!("op-{position}.{n}")) }
+        if n == 0 { Self(format!("op-{position}").into()) } else { Self(format!("op-{position}.{n}").into()) }
     }
 }
 

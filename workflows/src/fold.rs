@@ -8,7 +8,6 @@ use ballast_schemas::{
     EventBody, LogPosition, LogTime, Outcome, Rejection, Reply, RevisionIdentity, hash_list,
 };
 use serde_json::{Map, Value};
-use sha2::{Digest as _, Sha256};
 
 use crate::index::{Deadline, Forget};
 use crate::operation::{Operation, OperationKey};
@@ -136,11 +135,11 @@ fn chain(before: Digest, seq: u64, unix_ns: u64, envelope: &Envelope, outcomes: 
 
 /// SHA-256 of a value's MessagePack form.
 fn content_digest<T: serde::Serialize + ?Sized>(value: &T) -> Digest {
-    let mut hash = HashWriter(Sha256::new());
+    let mut hash = HashWriter::new();
     // Writing into a hash can not fail, and every schema type has a MessagePack form.
     let written = rmp_serde::encode::write(&mut hash, value);
     debug_assert!(written.is_ok(), "no MessagePack form: {written:?}");
-    Digest::from_bytes(hash.0.finalize().into())
+    hash.finish()
 }
 
 /// One entry being folded.
@@ -333,6 +332,7 @@ impl Fold<'_> {
             .record
             .revisions
             .get(identity)
+            .map(Box::as_ref)
             .ok_or_else(|| Rejection::new(ErrorCode::NotFound, format!("revision {identity} does not exist")))
     }
 

@@ -81,7 +81,7 @@ impl Fold<'_> {
         };
         let revision = Revision {
             metadata,
-            import: Some(import),
+            import: Some(Box::new(import)),
             published: None,
             leases: Default::default(),
             ended_leases: Default::default(),
@@ -102,7 +102,7 @@ impl Fold<'_> {
             self.state.index.remove_revision(identity, &before);
         }
         self.state.index.add_revision(identity, &revision);
-        self.state.record.revisions.insert(identity.clone(), revision);
+        self.state.record.revisions.insert(identity.clone(), Box::new(revision));
         self.emit_revision(identity, |revision| EventBody::RevisionImporting { revision });
         self.target_begun(identity);
         Ok(Reply::Import(Box::new(session)))

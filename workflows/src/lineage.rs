@@ -21,7 +21,7 @@ pub(crate) struct Lineage {
     /// The highest generation whose publication is complete. Never falls, not even when its tombstone is purged.
     pub watermark: u64,
     /// The latest claim, ended or not.
-    pub claim: Option<ReplacementClaim>,
+    pub claim: Option<Box<ReplacementClaim>>,
 }
 
 impl Fold<'_> {
@@ -80,7 +80,7 @@ impl Fold<'_> {
             self.state.index.remove_claim(before);
         }
         self.state.index.add_claim(&claim);
-        lineage.claim = Some(claim.clone());
+        lineage.claim = Some(Box::new(claim.clone()));
         self.emit(EventBody::ClaimPhase { claim: Box::new(claim) });
     }
 
@@ -94,7 +94,7 @@ impl Fold<'_> {
         if let Some(key) = OperationKey::of(&claim.operation_id) {
             self.end_operation(key, end, |_| {});
         }
-        let target = self.state.record.revisions.get(&claim.target).and_then(crate::revision::Revision::operation_key);
+        let target = self.state.record.revisions.get(&claim.target).and_then(|revision| revision.operation_key());
         if let Some(key) = target {
             self.wake(key, ParkReason::BaseDeletion);
         }
@@ -395,7 +395,7 @@ impl Fold<'_> {
         self.change_revision(base, |revision| revision.metadata.retired = true);
         self.enter_phase(claim, ClaimPhase::RetiringBase);
         self.emit_revision(base, |revision| EventBody::RevisionRetired { revision });
-        let operation = self.state.record.revisions.get(base).and_then(crate::revision::Revision::operation_key);
+        let operation = self.state.record.revisions.get(base).and_then(|revision| revision.operation_key());
         if let Some(operation) = operation {
             let message = format!("revision {base} is being replaced by {}", claim.target);
             let error = OperationError { code: ErrorCode::Conflict, message };

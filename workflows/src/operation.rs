@@ -161,7 +161,7 @@ impl Fold<'_> {
         };
         let operation = Operation { view, claim_ttl_ms: CLAIM_TTL_MS, authorized: None, relieves: None };
         self.state.index.add_operation(&key, &operation);
-        self.state.record.operations.insert(key, operation);
+        self.state.record.operations.insert(key, Box::new(operation));
         operation_id
     }
 
@@ -181,7 +181,7 @@ impl Fold<'_> {
 
     /// The operation with this id, or NOT_FOUND.
     pub fn operation(&self, id: &OperationId) -> Result<(OperationKey, &Operation), Rejection> {
-        let found = OperationKey::of(id).and_then(|key| Some((key, self.state.record.operations.get(&key)?)));
+        let found = OperationKey::of(id).and_then(|key| Some((key, self.state.record.operations.get(&key)?.as_ref())));
         found.ok_or_else(|| {
             Rejection::new(
                 ErrorCode::NotFound,

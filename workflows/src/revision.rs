@@ -19,8 +19,8 @@ use crate::operation::{End, OperationKey};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Revision {
     pub metadata: WeightRevisionMetadata,
-    /// IMPORTING only.
-    pub import: Option<Import>,
+    /// IMPORTING only; boxed because few revisions are.
+    pub import: Option<Box<Import>>,
     /// Digest of the manifest reference as committed. Set once at READY and never again: a tombstone with it was readable
     /// once, one without never was.
     pub published: Option<Digest>,

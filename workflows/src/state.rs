@@ -64,9 +64,11 @@ pub(crate) struct Record {
     #[serde(default)]
     pub lineages: BTreeMap<LineageKey, Lineage>,
     #[serde(default)]
-    pub revisions: BTreeMap<RevisionIdentity, Revision>,
+    /// Boxed: the tree's nodes are half empty, and a record is large.
+    pub revisions: BTreeMap<RevisionIdentity, Box<Revision>>,
     #[serde(default)]
-    pub operations: BTreeMap<OperationKey, Operation>,
+    /// Boxed for the same reason.
+    pub operations: BTreeMap<OperationKey, Box<Operation>>,
     /// Of the nodes whose memory ran short.
     #[serde(default)]
     pub rounds: BTreeMap<NodeId, Rounds>,
@@ -305,7 +307,7 @@ impl State {
 
     /// Every lineage with its watermark and its latest replacement claim.
     pub fn lineages(&self) -> impl Iterator<Item = (&LineageKey, u64, Option<&ReplacementClaim>)> {
-        self.record.lineages.iter().map(|(key, lineage)| (key, lineage.watermark, lineage.claim.as_ref()))
+        self.record.lineages.iter().map(|(key, lineage)| (key, lineage.watermark, lineage.claim.as_deref()))
     }
 
     /// The rules that entries are folded by; raised only by a confirmed log entry.
@@ -328,7 +330,7 @@ impl State {
     /// The latest replacement claim of a lineage.
     #[must_use]
     pub fn claim(&self, lineage: &LineageKey) -> Option<&ReplacementClaim> {
-        self.record.lineages.get(lineage)?.claim.as_ref()
+        self.record.lineages.get(lineage)?.claim.as_deref()
     }
 
     /// The highest generation of a lineage whose publication is complete; 0 before the first. Orders and fences only: it
@@ -390,11 +392,11 @@ impl State {
     /// SHA-256 of the whole state as a snapshot would hold it.
     #[must_use]
     pub fn digest(&self) -> Digest {
-        let mut hash = HashWriter(Sha256::new());
+        let mut hash = HashWriter::new();
         // Writing into a hash can not fail, and every field has a MessagePack form.
         let written = rmp_serde::encode::write_named(&mut hash, &self.record);
         debug_assert!(written.is_ok(), "state has no MessagePack form: {written:?}");
-        Digest::from_bytes(hash.0.finalize().into())
+        hash.finish()
     }
 
     /// Checks every safety invariant and the state table. O(state).
@@ -406,12 +408,34 @@ impl State {
     }
 }
 
-/// Feeds a hash with what a serialiser writes.
-pub(crate) struct HashWriter(pub Sha256);
+/// Bytes that are hashed at once.
+const HASHED_AT_ONCE: usize = 4096;
+
+/// Feeds a hash with what a serialiser writes, which is a few bytes at a time.
+pub(crate) struct HashWriter {
+    hash: Sha256,
+    gathered: Vec<u8>,
+}
+
+impl HashWriter {
+    pub fn new() -> Self {
+        Self { hash: Sha256::new(), gathered: Vec::with_capacity(HASHED_AT_ONCE) }
+    }
+
+    /// The digest of everything that was written.
+    pub fn finish(mut self) -> Digest {
+        self.hash.update(&self.gathered);
+        Digest::from_bytes(self.hash.finalize().into())
+    }
+}
 
 impl io::Write for HashWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.update(bytes);
+        if self.gathered.len().saturating_add(bytes.len()) > HASHED_AT_ONCE {
+            self.hash.update(&self.gathered);
+            self.gathered.clear();
+        }
+        self.gathered.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

@@ -34,6 +34,7 @@ use ballast_workflows::State;
 
 pub use bugs::Bug;
 use plan::Plan;
+#[cfg(feature = "fuzz")]
 pub(crate) use rng::Rng;
 pub use world::Violation;
 use world::World;
@@ -86,6 +87,7 @@ pub fn run(seed: u64, options: Options) -> Run {
 }
 
 /// The log that a run leaves: each entry's time in nanoseconds since 1970 and its bytes.
+#[cfg(feature = "fuzz")]
 pub(crate) fn record(seed: u64) -> Vec<(u64, Vec<u8>)> {
     let w = simulate(seed, Options::default());
     let entry = |seq| w.log.read(seq, |entry| (entry.unix_ns, entry.bytes.to_vec()));

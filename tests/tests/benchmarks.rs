@@ -1,0 +1,31 @@
+//! The benchmarks in sizes at which their figures mean nothing: every line still has to give one.
+
+use ballast_tests::bench::{Options, run};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_line_of_the_benchmarks_gives_a_figure() {
+    let folder = tempfile::tempdir().unwrap();
+    let report = run(&Options::short(folder.path().to_owned()), |row| println!("{}", row.line())).await.unwrap();
+    let names: Vec<&str> = report.rows.iter().map(|row| row.name.as_str()).collect();
+    for line in [
+        "fold of decoded envelopes",
+        "fold with checksum and decoding",
+        "lone mutation, through a replica",
+        "lone mutation, through a gateway in JSON",
+        "lease commands, callers that send 64 at a time",
+        "lease commands, 256 callers that send one each",
+        "lease commands, 256 callers through the gateway in JSON",
+        "operations of three recorded steps",
+        "restore of a snapshot",
+        "memory of a revision at rest",
+        "list page of 100",
+        "lease command",
+        "AUTO tick that looks",
+        "AUTO tick that moves 16",
+    ] {
+        assert!(names.contains(&line), "no figure for {line:?} among {names:?}");
+    }
+    for row in &report.rows {
+        assert!(row.ours.is_finite() && row.other.is_finite() && row.other > 0.0, "{row:?}");
+    }
+}
