@@ -282,6 +282,12 @@ async fn units_of_no_bytes_travel_too() {
         (0..3).for_each(|unit| mapped.read_unit_into(unit, &mut [], Some(crate::checksum(b""))).unwrap());
     }
     node.store.delete_instance(&id, at(2_000), &Progress::default()).unwrap();
+    // One of them goes to disk from a segment whose other bytes stay in memory.
+    let (id, sizes) = (named(2), [0, 5_000]);
+    import(&node.store, &id, &sizes);
+    node.demote(&id, 0..1);
+    assert!(node.store.inventory(&id).unwrap().unwrap().cold.get(0));
+    assert!(node.store.verify(&id, 0, &Progress::default()).unwrap().cold.wrong.is_empty());
     node.stop().await;
 }
 

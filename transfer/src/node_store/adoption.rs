@@ -236,7 +236,8 @@ fn adopt_cold(
         if units.is_empty() {
             continue;
         }
-        if instance.layout.segment_bytes(segment) > 0
+        // Units of no bytes need no file.
+        if instance.padded_bytes(&units) > 0
             && let Err(error) = files.get(segment)
         {
             tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");

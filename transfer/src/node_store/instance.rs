@@ -156,7 +156,7 @@ impl Instance {
         units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|extent| extent.padded_bytes()).sum()
     }
 
-    /// The runs of units, without those that take no bytes at all.
+    /// The runs of units.
     pub(super) fn runs(&self, units: &[u32]) -> Vec<Run> {
         self.layout.runs(units.iter().copied())
     }
