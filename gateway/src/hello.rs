@@ -36,7 +36,7 @@ pub(crate) async fn answer_all(mut hellos: Subscriber, client: Client, context: 
 
 async fn answer(message: Message, client: Client, context: Arc<Context>) {
     let Some(to) = message.reply else { return };
-    let reply = match rmp_serde::from_slice::<NodeHello>(&message.payload) {
+    let reply = match ballast_schemas::from_messagepack::<NodeHello>(&message.payload) {
         Ok(hello) => welcome(&context, &hello).await.unwrap_or_else(|error| HelloReply::Refused { error }),
         Err(error) => {
             HelloReply::Refused { error: BallastError::invalid(format!("not a node's introduction: {error}")) }

@@ -202,7 +202,7 @@ impl HintReader {
                 }
             };
             self.request = None;
-            match rmp_serde::from_slice::<HintBody>(&message.payload) {
+            match ballast_schemas::from_messagepack::<HintBody>(&message.payload) {
                 Ok(body) => return Hint { operation_id: body.operation_id, kind: body.kind, message },
                 Err(error) => {
                     tracing::warn!(subject = %message.subject, %error, "unreadable hint dropped");

@@ -104,7 +104,7 @@ impl InventoryWatch {
                 }
                 continue;
             }
-            match rmp_serde::from_slice::<NodeInventory>(&message.payload) {
+            match ballast_schemas::from_messagepack::<NodeInventory>(&message.payload) {
                 Ok(inventory) => return InventoryUpdate::Present(Box::new(inventory)),
                 // An inventory is a hint about a node that answers for itself; a broken one hides that node, nothing more.
                 Err(error) => tracing::warn!(subject = %message.subject, %error, "unreadable inventory ignored"),

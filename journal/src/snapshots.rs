@@ -138,7 +138,7 @@ pub fn decode_snapshot(name: &SnapshotName, bytes: &[u8]) -> Result<State, Snaps
         return Err(damaged("its checksum does not match its bytes".to_owned()));
     }
     let Body { seq, digest, state } =
-        rmp_serde::from_slice(body).map_err(|error| damaged(format!("it cannot be decoded: {error}")))?;
+        ballast_schemas::from_messagepack(body).map_err(|error| damaged(format!("it cannot be decoded: {error}")))?;
     let inside = SnapshotName { seq, digest };
     if inside != *name || state.log_seq() != seq {
         return Err(damaged(format!("it holds the state {inside} at sequence {}", state.log_seq())));

@@ -100,7 +100,7 @@ impl Envelope {
         if expected != found {
             return Err(EnvelopeError::Checksum { expected, found });
         }
-        Ok(rmp_serde::from_slice(body)?)
+        Ok(crate::messagepack::from_messagepack(body)?)
     }
 }
 

@@ -16,6 +16,7 @@ mod identity;
 mod inventory;
 mod limits;
 pub mod manifest;
+mod messagepack;
 mod metadata;
 mod node;
 mod object;
@@ -42,6 +43,7 @@ pub use identity::{
 };
 pub use inventory::{Bitmap, GroupInventory, NodeInventory, UnitRange, total_units};
 pub use limits::*;
+pub use messagepack::from_messagepack;
 pub use metadata::*;
 pub use node::*;
 pub use object::*;

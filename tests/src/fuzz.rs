@@ -303,7 +303,7 @@ fn text(value: &Value) -> Vec<u8> {
 }
 
 fn rmp<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> bool {
-    rmp_serde::from_slice::<T>(bytes).is_ok()
+    ballast_schemas::from_messagepack::<T>(bytes).is_ok()
 }
 
 fn json_of<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> bool {
@@ -319,7 +319,7 @@ fn envelope(bytes: &[u8]) -> bool {
 }
 
 fn snapshot(bytes: &[u8]) -> bool {
-    rmp_serde::from_slice::<State>(bytes)
+    ballast_schemas::from_messagepack::<State>(bytes)
         .is_ok_and(|state| state.check_invariants().is_ok() && state.digest() == state.digest())
 }
 
@@ -467,8 +467,8 @@ fn safetensors_index(index: &[u8]) -> bool {
 fn token(bytes: &[u8]) -> bool {
     let key = TokenKey::new(&KEY).expect("a key of the right length");
     let presented = std::str::from_utf8(bytes).is_ok_and(|token| key.verify(token, 0).is_ok());
-    let signed =
-        rmp_serde::from_slice::<TokenClaims>(bytes).is_ok_and(|claims| key.verify(&key.sign(&claims), 0).is_ok());
+    let signed = ballast_schemas::from_messagepack::<TokenClaims>(bytes)
+        .is_ok_and(|claims| key.verify(&key.sign(&claims), 0).is_ok());
     presented || signed
 }
 

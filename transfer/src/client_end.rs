@@ -356,7 +356,7 @@ impl NodeConnection {
     /// When the node refuses.
     pub async fn read_affinity(&mut self) -> Result<AffinityIndex, TransferError> {
         let bytes = self.document(Request::ReadAffinity).await?;
-        rmp_serde::from_slice(&bytes).map_err(|error| self.protocol(error.to_string()))
+        ballast_schemas::from_messagepack(&bytes).map_err(|error| self.protocol(error.to_string()))
     }
 
     async fn document(&mut self, request: Request) -> Result<Bytes, TransferError> {

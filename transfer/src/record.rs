@@ -84,7 +84,8 @@ fn decode<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T, RecordErr
     if found != expected {
         return Err(RecordError::Checksum { path: path(), expected, found });
     }
-    rmp_serde::from_slice(content).map_err(|error| RecordError::Content { path: path(), reason: error.to_string() })
+    ballast_schemas::from_messagepack(content)
+        .map_err(|error| RecordError::Content { path: path(), reason: error.to_string() })
 }
 
 /// What never changes of an instance: written once, when its memory is reserved.

@@ -94,7 +94,7 @@ impl TokenKey {
         let claims = unhex(claims).ok_or(TokenError::Malformed)?;
         let mac = unhex(mac).ok_or(TokenError::Malformed)?;
         self.mac(&claims).verify_slice(&mac).map_err(|_| TokenError::Signature)?;
-        let claims: TokenClaims = rmp_serde::from_slice(&claims).map_err(|_| TokenError::Malformed)?;
+        let claims: TokenClaims = ballast_schemas::from_messagepack(&claims).map_err(|_| TokenError::Malformed)?;
         check_time(&claims, now_unix_ms)?;
         Ok(claims)
     }

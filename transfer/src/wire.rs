@@ -88,7 +88,7 @@ impl Wire {
             self.read_exact(&mut header).await?;
             header
         };
-        rmp_serde::from_slice(&header).map_err(|error| WireError::Malformed(error.to_string()))
+        ballast_schemas::from_messagepack(&header).map_err(|error| WireError::Malformed(error.to_string()))
     }
 
     async fn fill(&mut self, wait: Duration) -> Result<usize, WireError> {

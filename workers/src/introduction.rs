@@ -49,7 +49,8 @@ pub(crate) async fn introduce(client: &Client, hello: NodeHello) -> Result<Welco
         RequestErrorKind::NoResponders => HelloError::NoGateway,
         _ => HelloError::NoAnswer { reason: error.to_string() },
     })?;
-    let reply: HelloReply = rmp_serde::from_slice(&reply.payload).map_err(|error| garbled(error.to_string()))?;
+    let reply: HelloReply =
+        ballast_schemas::from_messagepack(&reply.payload).map_err(|error| garbled(error.to_string()))?;
     match reply {
         HelloReply::Refused { error } => Err(HelloError::Refused(error)),
         HelloReply::Welcome { cluster_id, log_seq, token_key, standings, .. } => {

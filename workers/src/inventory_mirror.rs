@@ -108,7 +108,7 @@ impl InventoryMirror {
                 continue;
             }
             let last = stream.direct_get_last_for_subject(subject.clone()).await.map_err(|error| error.to_string())?;
-            match rmp_serde::from_slice::<NodeInventory>(&last.payload) {
+            match ballast_schemas::from_messagepack::<NodeInventory>(&last.payload) {
                 Ok(inventory) => withdraw_inventory(&self.streams, node, &inventory.instance.group_id)
                     .await
                     .map_err(|error| error.to_string())?,

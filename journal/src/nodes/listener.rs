@@ -45,7 +45,7 @@ impl NodeListener {
             let Message { reply, payload, .. } = self.requests.next().await?;
             let Some(reply) = reply else { continue };
             let client = self.client.clone();
-            match rmp_serde::from_slice(&payload) {
+            match ballast_schemas::from_messagepack(&payload) {
                 Ok(request) => return Some(NodeCall { request, responder: NodeResponder { client, reply } }),
                 Err(error) => {
                     let error = BallastError::invalid(format!("not a node request: {error}"));

@@ -76,7 +76,7 @@ impl Joiner {
 }
 
 fn decode(bytes: &[u8]) -> Result<NodeReply, PartsError> {
-    rmp_serde::from_slice(bytes).map_err(|error| PartsError::Decode { reason: error.to_string() })
+    ballast_schemas::from_messagepack(bytes).map_err(|error| PartsError::Decode { reason: error.to_string() })
 }
 
 fn place(text: &str) -> Result<(usize, usize), PartsError> {
