@@ -40,10 +40,10 @@ def at_rest(store, identity):
 def test_a_policy_comes_from_the_call_then_the_store_then_the_cluster(store, cluster, name):
     values = tensors(7)
     of_store = WeightStoragePolicy(WeightResidencyState.HOT, 0.25, WeightMigrationMode.PINNED)
-    with ballast.WeightStore(cluster.nats, default_policy=of_store) as own:
-        for generation, (at, given, expected) in enumerate([(own, None, of_store), (own, HOT, HOT), (store, None, WeightStoragePolicy())], 1):
-            identity = publish(at, values, name, generation, policy=given)
-            assert at.weight_get_metadata(identity).metadata.policy == expected
+    own = ballast.WeightStore(cluster.nats, default_policy=of_store)
+    for generation, (at, given, expected) in enumerate([(own, None, of_store), (own, HOT, HOT), (store, None, WeightStoragePolicy())], 1):
+        identity = publish(at, values, name, generation, policy=given)
+        assert at.weight_get_metadata(identity).metadata.policy == expected
     with pytest.raises(ballast.InvalidArgumentError, match="WeightStoragePolicy"):
         ballast.WeightStore(cluster.nats, default_policy="HOT")
 
