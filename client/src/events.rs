@@ -228,10 +228,10 @@ mod tests {
         assert_eq!(EventFilter::Lineage(identity.lineage()).subject(), "ballast.events.t.n%2E%2A.m%3E.main.*");
         let resource = EventFilter::Resource {
             tenant: identity.tenant_id.clone(),
-            namespace: identity.namespace,
-            resource_id: identity.resource_id,
+            namespace: identity.namespace.clone(),
+            resource_id: identity.resource_id.clone(),
         };
         assert_eq!(resource.subject(), "ballast.events.t.n%2E%2A.m%3E.*.*");
-        assert_eq!(EventFilter::Tenant(identity.tenant_id).subject(), "ballast.events.t.*.*.*.*");
+        assert_eq!(EventFilter::Tenant(identity.tenant_id.clone()).subject(), "ballast.events.t.*.*.*.*");
     }
 }

@@ -149,12 +149,11 @@ fn send_next<'a>(
     if commands.is_empty() {
         return;
     }
-    let envelope = Envelope { id: uuid::Uuid::now_v7().to_string(), commands };
-    let id = envelope.id.clone();
+    let id = uuid::Uuid::now_v7().to_string();
     // Registered before the append: the fold may see the entry before the acknowledgement arrives.
     waiters.register(&id, answers);
-    match envelope.encode() {
-        Ok(bytes) => in_flight.push(Box::pin(async move {
+    match Envelope::seal(id.clone(), commands) {
+        Ok((_, bytes)) => in_flight.push(Box::pin(async move {
             let appended = log.append(&id, Bytes::from(bytes), None).await;
             (id, appended)
         })),
@@ -188,9 +187,9 @@ mod tests {
         let mut sizes = Vec::new();
         for seq in 1..=last_seq {
             let envelope = Envelope::decode(&tail.next().await.unwrap().unwrap().bytes).unwrap();
-            sizes.push(envelope.commands.len());
-            let outcomes = envelope.commands.iter().map(|_| Ok(ballast_schemas::Reply::Done)).collect();
-            waiters.resolve(&envelope.id, seq, outcomes);
+            sizes.push(envelope.commands().len());
+            let outcomes = envelope.commands().iter().map(|_| Ok(ballast_schemas::Reply::Done)).collect();
+            waiters.resolve(envelope.id(), seq, outcomes);
         }
         for answer in answers {
             answer.await.unwrap().unwrap().1.unwrap();

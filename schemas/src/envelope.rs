@@ -13,12 +13,16 @@ const VERSION: u8 = 1;
 const HEADER_BYTES: usize = 4 + 32;
 
 /// A batch of commands that became durable together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Envelope {
-    /// Unique; also the message's `Nats-Msg-Id`.
-    pub id: String,
-    /// In order.
-    pub commands: Vec<CommandRecord>,
+    body: Body,
+    digest: Digest,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Body {
+    id: String,
+    commands: Vec<CommandRecord>,
 }
 
 /// Why bytes are not an envelope.
@@ -63,26 +67,46 @@ pub enum EnvelopeError {
 }
 
 impl Envelope {
-    /// The envelope as bytes.
+    /// A new envelope, and its bytes for the log.
     ///
     /// # Errors
     /// When it is over a limit.
-    pub fn encode(&self) -> Result<Vec<u8>, EnvelopeError> {
-        let body = rmp_serde::to_vec_named(self)?;
-        let bytes = body.len() + HEADER_BYTES;
+    pub fn seal(id: String, commands: Vec<CommandRecord>) -> Result<(Self, Vec<u8>), EnvelopeError> {
+        let body = Body { id, commands };
+        let mut out = vec![0; HEADER_BYTES];
+        rmp_serde::encode::write_named(&mut out, &body)?;
         // One command alone may be as large as it is; the gateway bounds it by its request limit.
-        if self.commands.len() > ENVELOPE_COMMANDS_MAX || (self.commands.len() > 1 && bytes > ENVELOPE_BYTES_MAX) {
-            return Err(EnvelopeError::TooLarge { commands: self.commands.len(), bytes });
+        let (commands, bytes) = (body.commands.len(), out.len());
+        if commands > ENVELOPE_COMMANDS_MAX || (commands > 1 && bytes > ENVELOPE_BYTES_MAX) {
+            return Err(EnvelopeError::TooLarge { commands, bytes });
         }
-        let mut out = Vec::with_capacity(bytes);
-        out.extend_from_slice(MAGIC);
-        out.push(VERSION);
-        out.extend_from_slice(Digest::of(&body).as_bytes());
-        out.extend_from_slice(&body);
-        Ok(out)
+        let (header, rest) = out.split_at_mut(HEADER_BYTES);
+        let digest = Digest::of(rest);
+        header[..3].copy_from_slice(MAGIC);
+        header[3] = VERSION;
+        header[4..].copy_from_slice(digest.as_bytes());
+        Ok((Self { body, digest }, out))
     }
 
-    /// Reads what [`Envelope::encode`] wrote.
+    /// Unique; also the message's `Nats-Msg-Id`.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.body.id
+    }
+
+    /// In order.
+    #[must_use]
+    pub fn commands(&self) -> &[CommandRecord] {
+        &self.body.commands
+    }
+
+    /// The checksum that its bytes in the log carry.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// Reads what [`Envelope::seal`] wrote.
     ///
     /// # Errors
     /// When magic, version, checksum or content do not fit. The log is never read past such a record.
@@ -100,7 +124,7 @@ impl Envelope {
         if expected != found {
             return Err(EnvelopeError::Checksum { expected, found });
         }
-        Ok(crate::messagepack::from_messagepack(body)?)
+        Ok(Self { body: crate::messagepack::from_messagepack(body)?, digest: found })
     }
 }
 
@@ -111,20 +135,21 @@ mod tests {
     use crate::position::CommandId;
     use crate::time::LogTime;
 
-    fn envelope() -> Envelope {
+    fn envelope() -> (Envelope, Vec<u8>) {
         let record =
             CommandRecord { id: CommandId::new("c1").unwrap(), not_after: LogTime(60_000), command: Command::Tick };
-        Envelope { id: "e1".into(), commands: vec![record] }
+        Envelope::seal("e1".into(), vec![record]).unwrap()
     }
 
     #[test]
     fn an_envelope_reads_back() {
-        assert_eq!(Envelope::decode(&envelope().encode().unwrap()).unwrap(), envelope());
+        let (envelope, bytes) = envelope();
+        assert_eq!(Envelope::decode(&bytes).unwrap(), envelope);
     }
 
     #[test]
     fn any_flipped_byte_is_noticed() {
-        let bytes = envelope().encode().unwrap();
+        let (_, bytes) = envelope();
         for at in 0..bytes.len() {
             let mut wrong = bytes.clone();
             wrong[at] ^= 1;

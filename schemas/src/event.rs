@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::{RevisionIdentity, TenantId};
 use crate::metadata::{ReplacementClaim, WeightOperation, WeightRevisionMetadata};
 use crate::position::LogPosition;
+use crate::shared::Shared;
 
 /// Something that happened, as a consequence of one command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,22 +65,22 @@ pub enum EventBody {
     /// An operation was accepted.
     OperationStarted {
         /// The operation.
-        operation: Box<WeightOperation>,
+        operation: Shared<WeightOperation>,
     },
     /// An operation moved on, was claimed, parked or failed an attempt.
     OperationProgress {
         /// The operation.
-        operation: Box<WeightOperation>,
+        operation: Shared<WeightOperation>,
     },
     /// An operation ended.
     OperationEnded {
         /// The operation.
-        operation: Box<WeightOperation>,
+        operation: Shared<WeightOperation>,
     },
     /// An operation is stuck: half of its attempts have failed.
     OperationStuck {
         /// The operation.
-        operation: Box<WeightOperation>,
+        operation: Shared<WeightOperation>,
     },
     /// A claim entered a phase.
     ClaimPhase {

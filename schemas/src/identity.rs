@@ -1,7 +1,9 @@
 //! Revision identity, lineage and the keys derived from them (RFC, Revision Identity and Object Layout).
 
 use std::borrow::Cow;
+use std::cmp::Ordering;
 use std::fmt;
+use std::ops::Deref;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -185,9 +187,14 @@ impl GroupId {
     }
 }
 
-/// The five-tuple that uniquely identifies a weight revision.
+/// The five-tuple that uniquely identifies a weight revision. One pointer wide and cheap to hand on: records, indexes, outcomes
+/// and events are full of them. Its parts are read as fields.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct RevisionIdentity(Arc<IdentityParts>);
+
+/// The parts of a [`RevisionIdentity`], in the order that identities are sorted by.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-pub struct RevisionIdentity {
+pub struct IdentityParts {
     /// Who owns it.
     pub tenant_id: TenantId,
     /// The namespace within the tenant.
@@ -218,6 +225,38 @@ fn default_tenant_text() -> Cow<'static, str> {
     "default".into()
 }
 
+impl Deref for RevisionIdentity {
+    type Target = IdentityParts;
+
+    fn deref(&self) -> &IdentityParts {
+        &self.0
+    }
+}
+
+impl Ord for RevisionIdentity {
+    fn cmp(&self, other: &Self) -> Ordering {
+        if Arc::ptr_eq(&self.0, &other.0) { Ordering::Equal } else { self.0.cmp(&other.0) }
+    }
+}
+
+impl PartialOrd for RevisionIdentity {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl fmt::Debug for RevisionIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RevisionIdentity({self})")
+    }
+}
+
+impl Serialize for RevisionIdentity {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
 impl<'de> Deserialize<'de> for RevisionIdentity {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = RawIdentity::deserialize(deserializer)?;
@@ -241,13 +280,25 @@ impl RevisionIdentity {
         if weight_generation == 0 {
             return Err(IdentityError::GenerationZero);
         }
-        Ok(Self {
+        Ok(Self::of(IdentityParts {
             tenant_id: TenantId::new(tenant_id)?,
             namespace: Component::new("namespace", namespace)?,
             resource_id: Component::new("resource_id", resource_id)?,
             revision: Component::new("revision", revision)?,
             weight_generation,
-        })
+        }))
+    }
+
+    /// The identity with these parts.
+    #[must_use]
+    pub fn of(parts: IdentityParts) -> Self {
+        Self(Arc::new(parts))
+    }
+
+    /// Another generation of the same lineage. Any number: 0 and the highest one bound the range of them all.
+    #[must_use]
+    pub fn with_generation(&self, weight_generation: u64) -> Self {
+        Self::of(IdentityParts { weight_generation, ..IdentityParts::clone(self) })
     }
 
     /// The identity without its generation.
@@ -325,13 +376,13 @@ impl LineageKey {
         if weight_generation == 0 {
             return Err(IdentityError::GenerationZero);
         }
-        Ok(RevisionIdentity {
+        Ok(RevisionIdentity::of(IdentityParts {
             tenant_id: self.tenant_id.clone(),
             namespace: self.namespace.clone(),
             resource_id: self.resource_id.clone(),
             revision: self.revision.clone(),
             weight_generation,
-        })
+        }))
     }
 
     /// Parses `[tenant:][namespace/]resource[@revision][#generation]`; what is left out is tenant `default`,

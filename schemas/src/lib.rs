@@ -24,6 +24,7 @@ mod outcome;
 pub mod placement;
 mod policy;
 mod position;
+mod shared;
 mod state;
 pub mod subject;
 mod text;
@@ -39,7 +40,7 @@ pub use envelope::{Envelope, EnvelopeError};
 pub use error::{BallastError, ErrorCode};
 pub use event::{Event, EventBody};
 pub use identity::{
-    Component, GroupId, IdentityError, LineageKey, RevisionIdentity, TenantId, default_upsert_request_id,
+    Component, GroupId, IdentityError, IdentityParts, LineageKey, RevisionIdentity, TenantId, default_upsert_request_id,
 };
 pub use inventory::{Bitmap, GroupInventory, NodeInventory, UnitRange, total_units};
 pub use limits::*;
@@ -52,6 +53,7 @@ pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
 pub use position::{
     ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId,
 };
+pub use shared::Shared;
 pub use state::*;
 pub use time::LogTime;
 pub use units::{human_bytes, human_ms};

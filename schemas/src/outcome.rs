@@ -6,6 +6,7 @@ use serde_json::Value;
 use crate::error::{BallastError, ErrorCode};
 use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
 use crate::position::OperationId;
+use crate::shared::Shared;
 use crate::time::LogTime;
 
 /// What an accepted command answers.
@@ -18,14 +19,14 @@ pub enum Reply {
     /// The revision after the command.
     Revision(Box<WeightRevisionMetadata>),
     /// A lease was granted, found again or renewed.
-    Lease(Box<LeaseGrant>),
+    Lease(Shared<LeaseGrant>),
     /// A lease ended; `lapsed` when it had expired before, so that what was read in between is not protected.
     LeaseEnded {
         /// Whether it had expired before the release.
         lapsed: bool,
     },
     /// The operation after the command.
-    Operation(Box<WeightOperation>),
+    Operation(Shared<WeightOperation>),
     /// The claim after the command.
     Claim(Box<ReplacementClaim>),
     /// The log clock at the entry.

@@ -174,6 +174,22 @@ impl OperationId {
     pub fn at(position: LogPosition, n: u32) -> Self {
         if n == 0 { Self(format!("op-{position}").into()) } else { Self(format!("op-{position}.{n}").into()) }
     }
+
+    /// What [`OperationId::at`] was given; `None` for a text that it never makes: one id, one spelling.
+    #[must_use]
+    pub fn parts(&self) -> Option<(LogPosition, u32)> {
+        fn number<N: FromStr>(digits: &str) -> Option<N> {
+            let canonical = digits.bytes().all(|digit| digit.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
+            digits.parse().ok().filter(|_| canonical)
+        }
+        let mut parts = self.0.strip_prefix("op-")?.split('.');
+        let position = LogPosition { seq: number(parts.next()?)?, index: number(parts.next()?)? };
+        let n = match parts.next() {
+            None => 0,
+            Some(digits) => number(digits).filter(|n| *n != 0)?,
+        };
+        parts.next().is_none().then_some((position, n))
+    }
 }
 
 #[cfg(test)]
@@ -186,6 +202,18 @@ mod tests {
         assert_eq!(position.to_string().parse::<LogPosition>().unwrap(), position);
         for wrong in ["", "57", "57.", ".3", "a.b", "57.3.1"] {
             assert!(wrong.parse::<LogPosition>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_operation_id_has_one_spelling() {
+        for (seq, index, n) in [(0, 0, 0), (57, 3, 0), (u64::MAX, u32::MAX, u32::MAX), (10, 0, 1)] {
+            let position = LogPosition { seq, index };
+            assert_eq!(OperationId::at(position, n).parts(), Some((position, n)));
+        }
+        let wrong = ["op-57", "op-57.3.0", "op-057.3", "op-57.03", "op-+57.3", "op-57.3.", "op-57.3.1.1", "57.3", "op-.3", "op-57.99999999999"];
+        for text in wrong {
+            assert_eq!(OperationId::new(text).unwrap().parts(), None, "{text}");
         }
     }
 

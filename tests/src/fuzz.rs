@@ -112,8 +112,8 @@ impl Fuzzer {
             if seq % 50 == 1 {
                 states.push(encode(&state));
             }
-            commands.extend(envelope.commands.iter().map(|record| encode(&record.command)));
-            let entry = to_value(&Entry { unix_ns: *unix_ns, commands: envelope.commands });
+            commands.extend(envelope.commands().iter().map(|record| encode(&record.command)));
+            let entry = to_value(&Entry { unix_ns: *unix_ns, commands: envelope.commands().to_vec() });
             collect(&entry, "", &mut values);
             entries.push(entry);
         }
@@ -332,7 +332,7 @@ fn fold_entries(bytes: &[u8]) -> bool {
     for entry in entries {
         // An entry that is not well typed could not be in a log.
         let Ok(entry) = serde_json::from_value::<Entry>(entry) else { continue };
-        let envelope = Envelope { id: format!("e{folded}"), commands: entry.commands };
+        let Ok((envelope, _)) = Envelope::seal(format!("e{folded}"), entry.commands) else { continue };
         let seq = state.log_seq().saturating_add(1);
         if fold(&mut state, seq, entry.unix_ns, &envelope).is_ok() {
             folded += 1;

@@ -89,7 +89,7 @@ impl Executor {
         let answer = match answered {
             Ok((_, Ok(Reply::Operation(operation)))) if operation.status == OperationStatus::Claimed => {
                 ClaimAnswer::Granted(Claim {
-                    operation_id: operation.operation_id,
+                    operation_id: operation.operation_id.clone(),
                     kind: operation.kind,
                     epoch: operation.epoch,
                 })

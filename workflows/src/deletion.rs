@@ -72,15 +72,12 @@ impl Fold<'_> {
             return reject(ErrorCode::NotReady, message);
         }
         let claim =
-            self.open_claim(&identity.lineage()).filter(|claim| claim.base == *identity || claim.target == *identity);
+            self.open_claim(identity).filter(|claim| claim.base == *identity || claim.target == *identity);
         if let Some(claim) = claim {
             return Err(claim_busy(claim, "wait for its end or abort it"));
         }
         if let Some(revision) = self.state.record.revisions.remove(identity) {
-            for (lease_id, ended) in &revision.ended_leases {
-                self.state.index.remove_ended_lease(&revision, lease_id, ended);
-            }
-            self.state.index.remove_revision(identity, &revision);
+            self.state.index.remove_revision(&revision);
         }
         Ok(Reply::Done)
     }

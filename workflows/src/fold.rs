@@ -9,10 +9,10 @@ use ballast_schemas::{
 };
 use serde_json::{Map, Value};
 
-use crate::index::{Deadline, Forget};
+use crate::index::Deadline;
 use crate::operation::{Operation, OperationKey};
 use crate::revision::Revision;
-use crate::state::{FOLD_VERSION, HashWriter, Remembered, State};
+use crate::state::{FOLD_VERSION, State};
 
 /// How far ahead of the log clock a command's `not_after` may lie. Gateways use one command window; what is remembered
 /// against repeats must cover every command that could still be accepted.
@@ -77,7 +77,7 @@ pub fn fold(state: &mut State, seq: u64, unix_ns: u64, envelope: &Envelope) -> R
         return Err(FoldHalt::FoldVersion { found: state.record.fold_version });
     }
     if state.record.cluster.is_none() {
-        match envelope.commands.first().map(|record| &record.command) {
+        match envelope.commands().first().map(|record| &record.command) {
             Some(Command::CreateCluster(command)) => {
                 command.config.validate().map_err(|reason| FoldHalt::BadCluster { reason })?;
             }
@@ -94,11 +94,12 @@ pub fn fold(state: &mut State, seq: u64, unix_ns: u64, envelope: &Envelope) -> R
         events: Vec::new(),
         events_here: 0,
         operations_here: 0,
+        scratch: Vec::new(),
     };
     fold.forget();
     fold.expire();
-    let mut outcomes = Vec::with_capacity(envelope.commands.len());
-    for (index, record) in envelope.commands.iter().enumerate() {
+    let mut outcomes = Vec::with_capacity(envelope.commands().len());
+    for (index, record) in envelope.commands().iter().enumerate() {
         let index = u32::try_from(index).unwrap_or(u32::MAX);
         if index > 0 {
             fold.position.index = index;
@@ -107,8 +108,8 @@ pub fn fold(state: &mut State, seq: u64, unix_ns: u64, envelope: &Envelope) -> R
         }
         outcomes.push(fold.command(record));
     }
-    let events = fold.events;
-    state.record.chain = chain(state.record.chain, seq, unix_ns, envelope, &outcomes);
+    let Fold { events, mut scratch, .. } = fold;
+    state.record.chain = chain(state.record.chain, seq, unix_ns, envelope, &outcomes, &mut scratch);
     Ok(Applied { outcomes, events })
 }
 
@@ -123,23 +124,24 @@ fn advance_clock(state: &mut State, unix_ns: u64) {
     record.last_unix_ns = unix_ns;
 }
 
-fn chain(before: Digest, seq: u64, unix_ns: u64, envelope: &Envelope, outcomes: &[Outcome]) -> Digest {
+/// The envelope by its checksum, which decoding has compared with its bytes; the outcomes by theirs.
+fn chain(before: Digest, seq: u64, unix_ns: u64, envelope: &Envelope, outcomes: &[Outcome], scratch: &mut Vec<u8>) -> Digest {
     let numbers = [seq.to_be_bytes(), unix_ns.to_be_bytes()].concat();
     hash_list([
         before.as_bytes().as_slice(),
         numbers.as_slice(),
-        content_digest(envelope).as_bytes().as_slice(),
-        content_digest(outcomes).as_bytes().as_slice(),
+        envelope.digest().as_bytes().as_slice(),
+        content_digest(outcomes, scratch).as_bytes().as_slice(),
     ])
 }
 
-/// SHA-256 of a value's MessagePack form.
-fn content_digest<T: serde::Serialize + ?Sized>(value: &T) -> Digest {
-    let mut hash = HashWriter::new();
-    // Writing into a hash can not fail, and every schema type has a MessagePack form.
-    let written = rmp_serde::encode::write(&mut hash, value);
+/// SHA-256 of a value's MessagePack form, which is written into `scratch`.
+fn content_digest<T: serde::Serialize + ?Sized>(value: &T, scratch: &mut Vec<u8>) -> Digest {
+    scratch.clear();
+    // Writing into a vector can not fail, and every schema type has a MessagePack form.
+    let written = rmp_serde::encode::write(scratch, value);
     debug_assert!(written.is_ok(), "no MessagePack form: {written:?}");
-    hash.finish()
+    Digest::of(scratch)
 }
 
 /// One entry being folded.
@@ -153,6 +155,8 @@ pub(crate) struct Fold<'a> {
     events_here: u32,
     /// Operations created at this position so far: they number its operation ids.
     pub operations_here: u32,
+    /// What is hashed is written here first.
+    scratch: Vec<u8>,
 }
 
 impl Fold<'_> {
@@ -170,24 +174,8 @@ impl Fold<'_> {
     /// Drops what no acceptable command can ask for any more.
     fn forget(&mut self) {
         let clock = self.clock();
-        while let Some((until, what)) = self.state.index.forget.pop_first() {
-            if until >= clock {
-                self.state.index.forget.insert((until, what));
-                break;
-            }
-            match what {
-                Forget::Command(id) => {
-                    self.state.record.recent.remove(&id);
-                }
-                Forget::Lease(position, lease_id) => {
-                    let identity = self.state.index.instances.get(&position).cloned();
-                    if let Some(revision) = identity.and_then(|identity| self.state.record.revisions.get_mut(&identity))
-                    {
-                        revision.ended_leases.remove(&lease_id);
-                    }
-                }
-            }
-        }
+        self.state.record.recent.forget_before(clock);
+        self.state.record.ended_leases.forget_before(clock);
     }
 
     /// Applies what time alone ends, in order of (moment, kind, name), before the entry's first command.
@@ -200,7 +188,7 @@ impl Fold<'_> {
             match &deadline {
                 Deadline::Lease(position, lease_id) => {
                     if let Some(identity) = self.state.index.instances.get(position).cloned() {
-                        self.expire_lease(&identity, lease_id);
+                        self.expire_lease(&identity, lease_id, at);
                     }
                 }
                 Deadline::Import(position) => {
@@ -208,7 +196,7 @@ impl Fold<'_> {
                         self.expire_import(&identity);
                     }
                 }
-                Deadline::Operation(key) => self.operation_timer(*key),
+                Deadline::Operation(key) => self.operation_timer(*key, at),
             }
             // Each of the above removes its own deadline; this makes the loop's end certain.
             self.state.index.deadlines.remove(&(at, deadline));
@@ -248,10 +236,10 @@ impl Fold<'_> {
         if command.family() == 9 {
             return self.gated(command);
         }
-        let content = content_digest(command);
-        if let Some(remembered) = self.state.record.recent.get(&record.id) {
-            if remembered.content == content {
-                return remembered.outcome.clone();
+        let content = content_digest(command, &mut self.scratch);
+        if let Some((before, outcome)) = self.state.record.recent.get(&record.id) {
+            if *before == content {
+                return outcome.clone();
             }
             return reject(
                 ErrorCode::Conflict,
@@ -261,9 +249,7 @@ impl Fold<'_> {
         let outcome = self.gated(command);
         // Not only until its own `not_after`: a repeat that another gateway received meanwhile is good for longer than that.
         let until = clock.plus_ms(NOT_AFTER_AHEAD_MS_MAX);
-        let remembered = Remembered { content, outcome: outcome.clone(), until };
-        self.state.record.recent.insert(record.id.clone(), remembered);
-        self.state.index.forget.insert((until, Forget::Command(record.id.clone())));
+        self.state.record.recent.push(record.id.clone(), (content, outcome.clone()), until);
         outcome
     }
 
@@ -332,7 +318,6 @@ impl Fold<'_> {
             .record
             .revisions
             .get(identity)
-            .map(Box::as_ref)
             .ok_or_else(|| Rejection::new(ErrorCode::NotFound, format!("revision {identity} does not exist")))
     }
 
@@ -340,9 +325,9 @@ impl Fold<'_> {
     pub fn edit_revision(&mut self, identity: &RevisionIdentity, edit: impl FnOnce(&mut Revision)) {
         let index = &mut self.state.index;
         if let Some(revision) = self.state.record.revisions.get_mut(identity) {
-            index.remove_revision(identity, revision);
+            let before = revision.place();
             edit(revision);
-            index.add_revision(identity, revision);
+            index.move_revision(revision, &before);
         }
     }
 
@@ -360,12 +345,15 @@ impl Fold<'_> {
     pub fn edit_operation(&mut self, key: OperationKey, edit: impl FnOnce(&mut Operation)) {
         let index = &mut self.state.index;
         let Some(operation) = self.state.record.operations.get_mut(&key) else { return };
-        let moved = operation.moves_on().cloned();
-        index.remove_operation(&key, operation);
+        let before = operation.place();
         edit(operation);
         operation.view.updated_unix_ms = self.unix_ms;
-        index.add_operation(&key, operation);
-        if let Some(node) = moved.filter(|_| operation.moves_on().is_none()) {
+        operation.next_look = match (operation.next_look, operation.deadline()) {
+            (Some(at), Some(end)) if at <= end => Some(at),
+            (_, end) => end,
+        };
+        index.move_operation(key, operation, &before);
+        if let Some(node) = before.moves_on.filter(|_| operation.moves_on().is_none()) {
             self.came_to_rest(&node);
         }
     }

@@ -84,7 +84,6 @@ impl Fold<'_> {
             import: Some(Box::new(import)),
             published: None,
             leases: Default::default(),
-            ended_leases: Default::default(),
             converged: false,
             settled: None,
             last_migration: None,
@@ -96,13 +95,10 @@ impl Fold<'_> {
             owed: Vec::new(),
         };
         if let Some(before) = self.state.record.revisions.remove(identity) {
-            for (lease_id, ended) in &before.ended_leases {
-                self.state.index.remove_ended_lease(&before, lease_id, ended);
-            }
-            self.state.index.remove_revision(identity, &before);
+            self.state.index.remove_revision(&before);
         }
-        self.state.index.add_revision(identity, &revision);
-        self.state.record.revisions.insert(identity.clone(), Box::new(revision));
+        self.state.index.add_revision(&revision);
+        self.state.record.revisions.insert(identity.clone(), revision);
         self.emit_revision(identity, |revision| EventBody::RevisionImporting { revision });
         self.target_begun(identity);
         Ok(Reply::Import(Box::new(session)))
@@ -154,7 +150,7 @@ impl Fold<'_> {
     /// (RFC, safety invariant 12). The policy: the caller's, else the replacement's, else the base's, else the cluster's.
     fn enter_lineage(&self, command: &BeginImport) -> Result<WeightStoragePolicy, Rejection> {
         let identity = &command.identity;
-        let Some(claim) = self.open_claim(&identity.lineage()) else {
+        let Some(claim) = self.open_claim(identity) else {
             return Ok(command.policy.unwrap_or(self.state.config().default_policy));
         };
         if claim.target != *identity {

@@ -2,12 +2,13 @@
 //! that the holder chose, so they need no command table; an ended id is remembered long enough for every late repeat.
 
 use ballast_schemas::{
-    AcquireLease, ErrorCode, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LeaseId, MigrationMode, MigrationTrigger, Outcome,
-    ParkReason, Rejection, ReleaseLease, RenewLease, Reply, RevisionIdentity, TEXT_BYTES_MAX,
+    AcquireLease, ErrorCode, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LeaseGrant, LeaseId, LogPosition, LogTime,
+    MigrationMode, MigrationTrigger, Outcome, ParkReason, Rejection, ReleaseLease, RenewLease, Reply, RevisionIdentity, Shared,
+    TEXT_BYTES_MAX,
 };
 
 use crate::fold::{Fold, NOT_AFTER_AHEAD_MS_MAX, details, reject};
-use crate::revision::{EndedLease, Lease, Settled};
+use crate::revision::{Lease, Settled};
 
 impl Fold<'_> {
     pub fn acquire_lease(&mut self, command: &AcquireLease) -> Outcome {
@@ -20,48 +21,59 @@ impl Fold<'_> {
         }
         let revision = self.revision(identity)?;
         if let Some(lease) = revision.leases.get(lease_id) {
-            if lease.holder != command.holder || lease.acquired_ttl_ms != command.ttl_ms {
-                let message =
-                    format!("lease {lease_id} is held by {:?} with other terms; choose a new lease id", lease.holder);
+            if lease.grant.holder != command.holder || lease.acquired_ttl_ms != command.ttl_ms {
+                let message = format!(
+                    "lease {lease_id} is held by {:?} with other terms; choose a new lease id",
+                    lease.grant.holder
+                );
                 return reject(ErrorCode::Conflict, message);
             }
-            return self.lease_reply(identity, lease_id);
+            return Ok(Reply::Lease(lease.grant.clone()));
         }
-        if revision.ended_leases.contains_key(lease_id) {
+        if self.ended(revision.position(), lease_id).is_some() {
             return reject(ErrorCode::LeaseExpired, format!("lease {lease_id} has ended; choose a new lease id"));
         }
         revision.expect_ready()?;
-        self.expect_not_retired(identity)?;
+        self.expect_not_retired(revision)?;
         let clock = self.clock();
-        let lease = Lease {
+        let Some(revision) = self.state.record.revisions.get_mut(identity) else {
+            return Err(lease_gone(identity, lease_id));
+        };
+        let grant = Shared::new(LeaseGrant {
+            lease_id: lease_id.clone(),
             holder: command.holder.clone(),
-            acquired_ttl_ms: command.ttl_ms,
+            identity: revision.metadata.identity.clone(),
+            instance: revision.metadata.instance.clone(),
             ttl_ms: command.ttl_ms,
             expires_at: clock.plus_ms(command.ttl_ms),
+        });
+        let lease = Lease {
+            next_look: grant.expires_at,
+            grant: grant.clone(),
+            acquired_ttl_ms: command.ttl_ms,
             granted_at: self.position,
         };
-        if let Some(revision) = self.state.record.revisions.get_mut(identity) {
-            self.state.index.set_candidate(identity, revision, false);
-            self.state.index.add_lease(revision, lease_id, &lease);
-            revision.leases.insert(lease_id.clone(), lease);
-            revision.last_access = clock;
-            revision.metadata.last_accessed_unix_ms = self.unix_ms;
-            self.state.index.set_candidate(identity, revision, true);
+        let before = revision.candidacy();
+        self.state.index.add_lease(revision.position(), lease_id, lease.next_look);
+        revision.leases.insert(lease_id.clone(), lease);
+        revision.last_access = clock;
+        revision.metadata.last_accessed_unix_ms = self.unix_ms;
+        self.state.index.move_candidate(revision, &before);
+        if revision.metadata.policy.migration_mode == MigrationMode::Auto
+            && revision.metadata.operation_id.is_none()
+            && revision.is_colder_than_preferred()
+        {
+            self.promote_on_access(identity);
         }
-        self.promote_on_access(identity);
-        self.lease_reply(identity, lease_id)
+        Ok(Reply::Lease(grant))
     }
 
     /// A read of an AUTO revision that is colder than preferred persists its promotion in the entry that grants the lease
     /// (RFC, Automatic Migration). Leases bind demotion only.
     fn promote_on_access(&mut self, identity: &RevisionIdentity) {
         let Some(revision) = self.state.record.revisions.get(identity) else { return };
-        let policy = &revision.metadata.policy;
-        let wanted = policy.migration_mode == MigrationMode::Auto
-            && revision.metadata.operation_id.is_none()
-            && revision.is_colder_than_preferred();
-        let goal = Settled::preferred(policy);
-        if !wanted || self.open_claim(&identity.lineage()).is_some_and(|claim| claim.target == *identity) {
+        let goal = Settled::preferred(&revision.metadata.policy);
+        if self.open_claim(identity).is_some_and(|claim| claim.target == *identity) {
             return;
         }
         let operation_id = self.add_migration(identity, goal, MigrationTrigger::Access);
@@ -76,20 +88,17 @@ impl Fold<'_> {
         if !revision.leases.contains_key(lease_id) {
             return Err(lease_gone(identity, lease_id));
         }
-        self.expect_not_retired(identity)?;
+        self.expect_not_retired(revision)?;
         let expires_at = self.clock().plus_ms(command.ttl_ms);
-        if let Some(revision) = self.state.record.revisions.get_mut(identity)
-            && let Some(mut lease) = revision.leases.remove(lease_id)
-        {
-            self.state.index.remove_lease(revision, lease_id, &lease);
-            if expires_at > lease.expires_at {
-                lease.expires_at = expires_at;
-                lease.ttl_ms = command.ttl_ms;
-            }
-            self.state.index.add_lease(revision, lease_id, &lease);
-            revision.leases.insert(lease_id.clone(), lease);
+        let revision = self.state.record.revisions.get_mut(identity);
+        let Some(lease) = revision.and_then(|revision| revision.leases.get_mut(lease_id)) else {
+            return Err(lease_gone(identity, lease_id));
+        };
+        if expires_at > lease.expires_at() {
+            let grant = &mut *lease.grant;
+            (grant.expires_at, grant.ttl_ms) = (expires_at, command.ttl_ms);
         }
-        self.lease_reply(identity, lease_id)
+        Ok(Reply::Lease(lease.grant.clone()))
     }
 
     pub fn release_lease(&mut self, command: &ReleaseLease) -> Outcome {
@@ -98,43 +107,48 @@ impl Fold<'_> {
         let Some(revision) = self.state.record.revisions.get(identity) else {
             return Ok(Reply::LeaseEnded { lapsed: true });
         };
-        if let Some(ended) = revision.ended_leases.get(lease_id) {
-            return Ok(Reply::LeaseEnded { lapsed: ended.lapsed });
+        if revision.leases.contains_key(lease_id) {
+            self.end_lease(identity, lease_id, false);
+            return Ok(Reply::LeaseEnded { lapsed: false });
         }
-        if !revision.leases.contains_key(lease_id) {
-            return Ok(Reply::LeaseEnded { lapsed: true });
-        }
-        self.end_lease(identity, lease_id, false);
-        Ok(Reply::LeaseEnded { lapsed: false })
+        Ok(Reply::LeaseEnded { lapsed: self.ended(revision.position(), lease_id).unwrap_or(true) })
     }
 
-    /// A lease whose time has come.
-    pub fn expire_lease(&mut self, identity: &RevisionIdentity, lease_id: &LeaseId) {
+    /// Whether a lease that ended a short while ago had expired before it was released. A late repeat neither brings it back
+    /// nor lies about its end.
+    fn ended(&self, instance: LogPosition, lease_id: &LeaseId) -> Option<bool> {
+        self.state.record.ended_leases.get(&(instance, lease_id.clone())).copied()
+    }
+
+    /// A lease is looked at: its time has come, or it was renewed and is looked at again then.
+    pub fn expire_lease(&mut self, identity: &RevisionIdentity, lease_id: &LeaseId, at: LogTime) {
+        let Some(revision) = self.state.record.revisions.get_mut(identity) else { return };
+        let position = revision.position();
+        let Some(lease) = revision.leases.get_mut(lease_id) else { return };
+        if lease.expires_at() > at {
+            self.state.index.remove_lease(position, lease_id, lease.next_look);
+            lease.next_look = lease.expires_at();
+            self.state.index.add_lease(position, lease_id, lease.next_look);
+            return;
+        }
         self.end_lease(identity, lease_id, true);
     }
 
     fn end_lease(&mut self, identity: &RevisionIdentity, lease_id: &LeaseId, lapsed: bool) {
         let until = self.clock().plus_ms(NOT_AFTER_AHEAD_MS_MAX);
         let Some(revision) = self.state.record.revisions.get_mut(identity) else { return };
-        self.state.index.set_candidate(identity, revision, false);
-        let lease = revision.leases.remove(lease_id);
-        self.state.index.set_candidate(identity, revision, true);
-        let Some(lease) = lease else { return };
-        self.state.index.remove_lease(revision, lease_id, &lease);
-        let ended = EndedLease { lapsed, until };
-        self.state.index.add_ended_lease(revision, lease_id, &ended);
-        revision.ended_leases.insert(lease_id.clone(), ended);
+        let before = revision.candidacy();
+        let Some(lease) = revision.leases.remove(lease_id) else { return };
+        self.state.index.move_candidate(revision, &before);
+        let position = revision.position();
+        self.state.index.remove_lease(position, lease_id, lease.next_look);
+        self.state.record.ended_leases.push((position, lease_id.clone()), lapsed, until);
         if revision.leases.is_empty() {
             if let Some(key) = revision.operation_key() {
                 self.wake(key, ParkReason::LeaseDrain);
             }
             self.base_may_be_free(identity);
         }
-    }
-
-    fn lease_reply(&self, identity: &RevisionIdentity, lease_id: &LeaseId) -> Outcome {
-        let grant = self.state.lease(identity, lease_id).ok_or_else(|| lease_gone(identity, lease_id))?;
-        Ok(Reply::Lease(Box::new(grant)))
     }
 }
 

@@ -42,9 +42,11 @@ mod migration;
 mod operation;
 mod planner;
 mod pressure;
+mod recent;
 mod repair;
 mod revision;
 mod state;
+mod table;
 #[cfg(test)]
 mod testing;
 

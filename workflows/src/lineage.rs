@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fold::{Fold, details, reject};
 use crate::operation::{End, NewOperation, OperationKey};
-use crate::revision::{claim_busy, not_ready};
+use crate::revision::{Revision, claim_busy, not_ready};
 
 /// What a lineage remembers beside its revisions.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,26 +25,30 @@ pub(crate) struct Lineage {
 }
 
 impl Fold<'_> {
-    /// The lineage's claim, unless it has ended.
-    pub fn open_claim(&self, lineage: &LineageKey) -> Option<&ReplacementClaim> {
-        self.state.claim(lineage).filter(|claim| !claim.phase.is_terminal())
+    /// The claim on a revision's lineage, unless it has ended.
+    pub fn open_claim(&self, identity: &RevisionIdentity) -> Option<&ReplacementClaim> {
+        if self.state.index.open_claims == 0 {
+            return None;
+        }
+        self.state.claim(&identity.lineage()).filter(|claim| !claim.phase.is_terminal())
     }
 
     /// The open claim that a revision is the target of.
     fn claim_on_target(&self, identity: &RevisionIdentity) -> Option<ReplacementClaim> {
-        self.open_claim(&identity.lineage()).filter(|claim| claim.target == *identity).cloned()
+        self.open_claim(identity).filter(|claim| claim.target == *identity).cloned()
     }
 
     /// The open claim that a revision is the base of.
     fn claim_on_base(&self, identity: &RevisionIdentity) -> Option<ReplacementClaim> {
-        self.open_claim(&identity.lineage()).filter(|claim| claim.base == *identity).cloned()
+        self.open_claim(identity).filter(|claim| claim.base == *identity).cloned()
     }
 
     /// NOT_READY naming the successor, once a replacement has fenced the revision.
-    pub fn expect_not_retired(&self, identity: &RevisionIdentity) -> Result<(), Rejection> {
-        if !self.state.revision(identity).is_some_and(|metadata| metadata.retired) {
+    pub fn expect_not_retired(&self, revision: &Revision) -> Result<(), Rejection> {
+        if !revision.metadata.retired {
             return Ok(());
         }
+        let identity = &revision.metadata.identity;
         let successor = self.state.claim(&identity.lineage()).map(|claim| claim.target.clone());
         let named = successor.as_ref().map_or_else(|| "its successor".to_owned(), ToString::to_string);
         let generation = successor.map_or(0, |successor| successor.weight_generation);
@@ -125,7 +129,7 @@ impl Fold<'_> {
             .operations
             .get(&key)
             .filter(|operation| operation.view.kind == OperationKind::Replacing)?;
-        let claim = self.open_claim(&operation.view.identity.lineage())?;
+        let claim = self.open_claim(&operation.view.identity)?;
         match (claim.mode, claim.phase) {
             (_, ClaimPhase::DeletingBase) => Some(ParkReason::BaseDeletion),
             (UpsertMode::DeleteFirst, _) => Some(ParkReason::TargetImport),
@@ -301,8 +305,7 @@ impl Fold<'_> {
     /// Nothing may stand where the target will stand, and nobody else may be entering the lineage.
     fn expect_free_target(&self, target: &RevisionIdentity, may_be_published: bool) -> Result<(), Rejection> {
         let lineage = target.lineage();
-        let first = RevisionIdentity { weight_generation: 0, ..target.clone() };
-        let last = RevisionIdentity { weight_generation: u64::MAX, ..target.clone() };
+        let (first, last) = (target.with_generation(0), target.with_generation(u64::MAX));
         if let Some(importing) = self.state.index.importing.range(first..=last).next() {
             let message = format!("revision {importing} is being imported; replace when its import has ended");
             return Err(Rejection::new(ErrorCode::Busy, message)
@@ -344,7 +347,7 @@ impl Fold<'_> {
         let (key, operation) = self.claimed(&command.operation_id, command.epoch)?;
         let lineage = operation.view.identity.lineage();
         let claim = self
-            .open_claim(&lineage)
+            .open_claim(&operation.view.identity)
             .filter(|claim| claim.operation_id == command.operation_id && claim.mode == UpsertMode::PutFirst);
         let Some(claim) = claim.cloned() else {
             let message = format!(

@@ -3,7 +3,7 @@
 use std::ops::Bound;
 
 use ballast_schemas::{
-    BallastError, Component, LIST_LIMIT_MAX, ListRequest, RevisionIdentity, RevisionPage, TenantId,
+    BallastError, Component, IdentityParts, LIST_LIMIT_MAX, ListRequest, RevisionIdentity, RevisionPage, TenantId,
     WeightRevisionMetadata,
 };
 
@@ -79,13 +79,13 @@ fn first(tenant: &TenantId, request: &ListRequest) -> Option<RevisionIdentity> {
         Component::new("resource_prefix", prefix).ok()
     });
     let resource = resource.filter(|_| namespace.is_some());
-    Some(RevisionIdentity {
+    Some(RevisionIdentity::of(IdentityParts {
         tenant_id: tenant.clone(),
         namespace: namespace.or_else(lowest)?,
         resource_id: resource.or_else(lowest)?,
         revision: lowest()?,
         weight_generation: 0,
-    })
+    }))
 }
 
 /// Whether neither this identity nor any later one can match.

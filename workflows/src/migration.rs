@@ -17,8 +17,7 @@ impl Fold<'_> {
         let goal = self.goal(command)?;
         let revision = self.revision(identity)?;
         revision.expect_ready()?;
-        self.expect_not_retired(identity)?;
-        let revision = self.revision(identity)?;
+        self.expect_not_retired(revision)?;
         let waiting = self.waiting_automatic(revision).filter(|_| !is_automatic(command.trigger));
         if let Some(operation_id) = revision.metadata.operation_id.clone() {
             let (_, operation) = self.operation(&operation_id)?;
@@ -41,7 +40,7 @@ impl Fold<'_> {
                 return self.operation_reply(&operation_id);
             }
         }
-        if let Some(claim) = self.open_claim(&identity.lineage()).filter(|claim| claim.target == *identity) {
+        if let Some(claim) = self.open_claim(identity).filter(|claim| claim.target == *identity) {
             return Err(claim_busy(claim, "its target is migrated once the replacement has ended"));
         }
         let metadata = &revision.metadata;

@@ -7,7 +7,7 @@ use ballast_schemas::{
     BACK_OFF_MS_MAX, BACK_OFF_MS_MIN, CLAIM_TTL_MS, ClaimOperation, ClaimPhase, ErrorCode, EventBody, HotRatio,
     InstanceId, LogPosition, LogTime, MigrationTrigger, NodeId, OperationAdvanced, OperationAttemptFailed,
     OperationError, OperationId, OperationKind, OperationStatus, Outcome, ParkOperation, ParkReason, RETRY_BUDGET,
-    Rejection, RenewClaim, Reply, Residency, RevisionIdentity, UpsertMode, WeightOperation, WeightRevisionMetadata,
+    Rejection, RenewClaim, Reply, Residency, RevisionIdentity, Shared, UpsertMode, WeightOperation, WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 
@@ -24,19 +24,14 @@ const PARK_MS_MAX: u64 = 3_600_000;
 const PARK_MS_DEFAULT: u64 = 2_000;
 
 /// An operation's place in the order of all operations: the log position that created it and its number there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct OperationKey(u64, u32, u32);
 
 impl OperationKey {
     /// The key behind an id; `None` for an id that this fold never gave.
     pub fn of(id: &OperationId) -> Option<Self> {
-        let mut parts = id.as_str().strip_prefix("op-")?.split('.');
-        let seq = parts.next()?.parse().ok()?;
-        let index = parts.next()?.parse().ok()?;
-        let n = parts.next().map_or(Some(0), |n| n.parse().ok())?;
-        // One id, one spelling.
-        let canonical = parts.next().is_none() && OperationId::at(LogPosition { seq, index }, n) == *id;
-        canonical.then_some(Self(seq, index, n))
+        let (position, n) = id.parts()?;
+        Some(Self(position.seq, position.index, n))
     }
 }
 
@@ -44,7 +39,7 @@ impl OperationKey {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Operation {
-    pub view: WeightOperation,
+    pub view: Shared<WeightOperation>,
     /// What a sign of life extends the claim by.
     pub claim_ttl_ms: u64,
     /// The release that is outstanding.
@@ -52,6 +47,8 @@ pub(crate) struct Operation {
     /// The node in whose round it was started.
     #[serde(default)]
     pub relieves: Option<NodeId>,
+    /// When the clock looks at it next: never after its [`Operation::deadline`]. A sign of life leaves that moment where it was.
+    pub next_look: Option<LogTime>,
 }
 
 /// Leave to release the memory replicas of some units, given by the log.
@@ -159,9 +156,15 @@ impl Fold<'_> {
             started_unix_ms: self.unix_ms,
             updated_unix_ms: self.unix_ms,
         };
-        let operation = Operation { view, claim_ttl_ms: CLAIM_TTL_MS, authorized: None, relieves: None };
-        self.state.index.add_operation(&key, &operation);
-        self.state.record.operations.insert(key, Box::new(operation));
+        let operation = Operation {
+            next_look: view.wake_at,
+            view: Shared::new(view),
+            claim_ttl_ms: CLAIM_TTL_MS,
+            authorized: None,
+            relieves: None,
+        };
+        self.state.index.add_operation(key, &operation);
+        self.state.record.operations.insert(key, operation);
         operation_id
     }
 
@@ -171,7 +174,7 @@ impl Fold<'_> {
         if !matches!(kind, OperationKind::Migrating | OperationKind::Repairing) {
             return None;
         }
-        let claim = self.open_claim(&identity.lineage())?;
+        let claim = self.open_claim(identity)?;
         if kind == OperationKind::Repairing && !self.is_ready(identity) {
             // The replacement itself waits for this one: it does nothing to a target that is not READY.
             return None;
@@ -181,7 +184,7 @@ impl Fold<'_> {
 
     /// The operation with this id, or NOT_FOUND.
     pub fn operation(&self, id: &OperationId) -> Result<(OperationKey, &Operation), Rejection> {
-        let found = OperationKey::of(id).and_then(|key| Some((key, self.state.record.operations.get(&key)?.as_ref())));
+        let found = OperationKey::of(id).and_then(|key| Some((key, self.state.record.operations.get(&key)?)));
         found.ok_or_else(|| {
             Rejection::new(
                 ErrorCode::NotFound,
@@ -206,13 +209,13 @@ impl Fold<'_> {
     }
 
     pub fn operation_reply(&self, id: &OperationId) -> Outcome {
-        Ok(Reply::Operation(Box::new(self.operation(id)?.1.view.clone())))
+        Ok(Reply::Operation(self.operation(id)?.1.view.clone()))
     }
 
-    pub fn emit_operation(&mut self, key: OperationKey, body: impl FnOnce(Box<WeightOperation>) -> EventBody) {
+    pub fn emit_operation(&mut self, key: OperationKey, body: impl FnOnce(Shared<WeightOperation>) -> EventBody) {
         let view = self.state.record.operations.get(&key).map(|operation| operation.view.clone());
         if let Some(view) = view {
-            self.emit(body(Box::new(view)));
+            self.emit(body(view));
         }
     }
 
@@ -350,9 +353,9 @@ impl Fold<'_> {
         let ended = self.state.index.tenants.get(&identity.tenant_id).map(|keys| &keys.ended);
         let oldest = ended.filter(|ended| ended.len() > ENDED_OPERATIONS_KEPT).and_then(|ended| ended.first().copied());
         if let Some(key) = oldest
-            && let Some(operation) = self.state.record.operations.remove(&key)
+            && self.state.record.operations.remove(&key).is_some()
         {
-            self.state.index.remove_operation(&key, &operation);
+            self.state.index.remove_ended_operation(key, &identity.tenant_id);
         }
     }
 
@@ -370,8 +373,15 @@ impl Fold<'_> {
         }
     }
 
-    /// A claim, a back-off or a park timer has run out.
-    pub fn operation_timer(&mut self, key: OperationKey) {
+    /// A claim, a back-off or a park timer is looked at: it has run out, or was set anew and is looked at again then.
+    pub fn operation_timer(&mut self, key: OperationKey, at: LogTime) {
+        let Some(operation) = self.state.record.operations.get_mut(&key) else { return };
+        if let Some(end) = operation.deadline().filter(|end| *end > at) {
+            let before = operation.place();
+            operation.next_look = Some(end);
+            self.state.index.move_operation(key, operation, &before);
+            return;
+        }
         self.make_runnable(key);
     }
 
@@ -547,19 +557,19 @@ impl Fold<'_> {
     /// Whether what an operation wants to wait for is still to come.
     fn still_waits(&self, operation: &Operation, reason: ParkReason) -> bool {
         let view = &operation.view;
-        let lineage = view.identity.lineage();
+        let claim = self.open_claim(&view.identity);
         match (reason, view.kind) {
             (ParkReason::LeaseDrain, OperationKind::Replacing) => {
-                self.open_claim(&lineage).is_some_and(|claim| !self.is_free(&claim.base))
+                claim.is_some_and(|claim| !self.is_free(&claim.base))
             }
             (ParkReason::LeaseDrain, _) => {
                 self.state.record.revisions.get(&view.identity).is_some_and(|revision| !revision.leases.is_empty())
             }
             (ParkReason::TargetImport, OperationKind::Replacing) => {
-                self.open_claim(&lineage).is_some_and(|claim| !self.is_ready(&claim.target))
+                claim.is_some_and(|claim| !self.is_ready(&claim.target))
             }
             (ParkReason::BaseDeletion, OperationKind::Replacing) => {
-                self.open_claim(&lineage).is_some_and(|claim| claim.phase == ClaimPhase::DeletingBase)
+                claim.is_some_and(|claim| claim.phase == ClaimPhase::DeletingBase)
             }
             (ParkReason::TargetImport | ParkReason::BaseDeletion, _) => false,
             (ParkReason::Cooldown | ParkReason::Memory | ParkReason::Readers | ParkReason::Node, _) => true,

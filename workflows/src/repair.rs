@@ -131,8 +131,7 @@ impl Fold<'_> {
         if !matches!(availability, Availability::Ready | Availability::Degraded) {
             return Err(not_ready(identity, availability, "READY or DEGRADED"));
         }
-        self.expect_not_retired(identity)?;
-        let revision = self.revision(identity)?;
+        self.expect_not_retired(revision)?;
         if let Some(operation_id) = revision.metadata.operation_id.clone() {
             let (_, operation) = self.operation(&operation_id)?;
             if operation.view.kind == OperationKind::Repairing {
@@ -143,7 +142,7 @@ impl Fold<'_> {
             }
             self.expect_free(revision)?;
         }
-        let reserved = self.open_claim(&identity.lineage()).filter(|claim| claim.target == *identity);
+        let reserved = self.open_claim(identity).filter(|claim| claim.target == *identity);
         if let Some(claim) = reserved.filter(|_| availability == Availability::Ready) {
             return Err(claim_busy(claim, "its target is repaired once the replacement has ended"));
         }

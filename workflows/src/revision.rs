@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use ballast_schemas::{
     Availability, Digest, ErrorCode, EventBody, HotRatio, ImportSession, LeaseGrant, LeaseId, LogPosition, LogTime,
     MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationKind, OperationStatus, Outcome,
-    Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, UpdatePolicy,
+    Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, Shared, UpdatePolicy,
     WeightRevisionMetadata, WeightStoragePolicy,
 };
 use serde::{Deserialize, Serialize};
@@ -25,8 +25,6 @@ pub(crate) struct Revision {
     /// once, one without never was.
     pub published: Option<Digest>,
     pub leases: BTreeMap<LeaseId, Lease>,
-    /// Leases that ended a short while ago, so that a late repeat neither brings one back nor lies about its end.
-    pub ended_leases: BTreeMap<LeaseId, EndedLease>,
     /// Whether the initial convergence to the preferred residency is over.
     pub converged: bool,
     /// What the last successful migration was asked for: a split that the model can not satisfy exactly is not tried again
@@ -66,24 +64,21 @@ pub(crate) struct Import {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Lease {
-    pub holder: String,
+    /// As its holder sees it; its length is that of the grant or of the last renewal that moved the end.
+    pub grant: Shared<LeaseGrant>,
     /// As acquired: a repeated acquire must carry the same.
     pub acquired_ttl_ms: u64,
-    /// Of the grant or the last renewal that moved the end.
-    pub ttl_ms: u64,
-    pub expires_at: LogTime,
     /// Log position of the grant.
     pub granted_at: LogPosition,
+    /// When the clock looks at it next: never after its end. A renewal leaves that moment where it was, so that a lease which
+    /// is renewed often costs no more than one that is not.
+    pub next_look: LogTime,
 }
 
-/// A lease that has ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct EndedLease {
-    /// It expired before it was released.
-    pub lapsed: bool,
-    /// Remembered until then.
-    pub until: LogTime,
+impl Lease {
+    pub fn expires_at(&self) -> LogTime {
+        self.grant.expires_at
+    }
 }
 
 /// What a migration was asked for.
@@ -106,19 +101,6 @@ impl Revision {
     /// Log position that names its current bytes.
     pub fn position(&self) -> LogPosition {
         self.metadata.instance.position
-    }
-
-    /// An active lease as its holder sees it.
-    pub fn grant(&self, lease_id: &LeaseId) -> Option<LeaseGrant> {
-        let lease = self.leases.get(lease_id)?;
-        Some(LeaseGrant {
-            lease_id: lease_id.clone(),
-            holder: lease.holder.clone(),
-            identity: self.metadata.identity.clone(),
-            instance: self.metadata.instance.clone(),
-            ttl_ms: lease.ttl_ms,
-            expires_at: lease.expires_at,
-        })
     }
 
     /// The active MIGRATING, REPAIRING or DELETING operation.
@@ -184,7 +166,7 @@ impl Revision {
 
     /// BUSY with the leases counted, if there is one.
     pub fn expect_no_lease(&self, clock: LogTime) -> Result<(), Rejection> {
-        let Some(last) = self.leases.values().map(|lease| lease.expires_at).max() else { return Ok(()) };
+        let Some(last) = self.leases.values().map(Lease::expires_at).max() else { return Ok(()) };
         let count = self.leases.len();
         let message = format!(
             "revision {} has {count} active leases, the last of which ends in {} ms unless renewed; wait for their release",
@@ -230,8 +212,7 @@ impl Fold<'_> {
         {
             return self.revision_reply(identity);
         }
-        self.expect_not_retired(identity)?;
-        let revision = self.revision(identity)?;
+        self.expect_not_retired(revision)?;
         self.expect_free(revision)?;
         revision.expect_generation(command.expected_metadata_generation)?;
         self.step_aside(identity);
@@ -263,7 +244,7 @@ impl Fold<'_> {
             Availability::Ready | Availability::Degraded => {}
         }
         if let Some(claim) =
-            self.open_claim(&identity.lineage()).filter(|claim| claim.base == *identity || claim.target == *identity)
+            self.open_claim(identity).filter(|claim| claim.base == *identity || claim.target == *identity)
         {
             return Err(claim_busy(claim, "wait for its end or abort it"));
         }

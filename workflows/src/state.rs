@@ -23,10 +23,12 @@ use crate::lineage::Lineage;
 use crate::list;
 use crate::operation::{Operation, OperationKey};
 use crate::pressure::Rounds;
-use crate::revision::Revision;
+use crate::recent::Recent;
+use crate::revision::{Lease, Revision};
+use crate::table::Table;
 
 /// The layout of a snapshot. A snapshot of another format is refused, never guessed at.
-const SNAPSHOT_FORMAT: u32 = 1;
+const SNAPSHOT_FORMAT: u32 = 2;
 /// The newest rules that this build folds by; it keeps the older ones, because a log is folded by those it was written under.
 /// The rules in force ([`State::fold_version`]) are raised only by a confirmed log entry.
 pub const FOLD_VERSION: u32 = 1;
@@ -64,30 +66,22 @@ pub(crate) struct Record {
     #[serde(default)]
     pub lineages: BTreeMap<LineageKey, Lineage>,
     #[serde(default)]
-    /// Boxed: the tree's nodes are half empty, and a record is large.
-    pub revisions: BTreeMap<RevisionIdentity, Box<Revision>>,
+    pub revisions: Table<RevisionIdentity, Revision>,
     #[serde(default)]
-    /// Boxed for the same reason.
-    pub operations: BTreeMap<OperationKey, Box<Operation>>,
+    pub operations: Table<OperationKey, Operation>,
     /// Of the nodes whose memory ran short.
     #[serde(default)]
     pub rounds: BTreeMap<NodeId, Rounds>,
     /// Automatic migrations that reached their target.
     #[serde(default)]
     pub automatic: BTreeMap<MigrationTrigger, AutomaticMigrations>,
+    /// What recent commands asked for, and their outcomes, for their repeats. Remembered for two command windows: a repeat
+    /// received within the first is never accepted after the second.
     #[serde(default)]
-    pub recent: BTreeMap<CommandId, Remembered>,
-}
-
-/// The outcome of a recent command, for its repeats.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Remembered {
-    /// Digest of what the command asked for.
-    pub content: Digest,
-    pub outcome: Outcome,
-    /// Two command windows after it was folded: a repeat received within the first is never accepted after the second.
-    pub until: LogTime,
+    pub recent: Recent<CommandId, (Digest, Outcome)>,
+    /// Leases that ended a short while ago, by instance: whether they had expired.
+    #[serde(default)]
+    pub ended_leases: Recent<(LogPosition, LeaseId), bool>,
 }
 
 impl Default for Record {
@@ -105,11 +99,12 @@ impl Default for Record {
             replicas: BTreeMap::new(),
             snapshots: Vec::new(),
             lineages: BTreeMap::new(),
-            revisions: BTreeMap::new(),
-            operations: BTreeMap::new(),
+            revisions: Table::default(),
+            operations: Table::default(),
             rounds: BTreeMap::new(),
             automatic: BTreeMap::new(),
-            recent: BTreeMap::new(),
+            recent: Recent::default(),
+            ended_leases: Recent::default(),
         }
     }
 }
@@ -223,7 +218,7 @@ impl State {
     #[must_use]
     pub fn view(&self, identity: &RevisionIdentity) -> Option<RevisionView> {
         let revision = self.record.revisions.get(identity)?;
-        let nearest = revision.leases.values().map(|lease| lease.expires_at).min();
+        let nearest = revision.leases.values().map(Lease::expires_at).min();
         Some(RevisionView {
             metadata: revision.metadata.clone(),
             active_lease_count: u32::try_from(revision.leases.len()).unwrap_or(u32::MAX),
@@ -252,14 +247,14 @@ impl State {
     /// An active lease.
     #[must_use]
     pub fn lease(&self, identity: &RevisionIdentity, lease_id: &LeaseId) -> Option<LeaseGrant> {
-        self.record.revisions.get(identity)?.grant(lease_id)
+        Some(LeaseGrant::clone(&self.record.revisions.get(identity)?.leases.get(lease_id)?.grant))
     }
 
     /// Every active lease of a revision.
     #[must_use]
     pub fn leases(&self, identity: &RevisionIdentity) -> Vec<LeaseGrant> {
         let Some(revision) = self.record.revisions.get(identity) else { return Vec::new() };
-        revision.leases.keys().filter_map(|lease_id| revision.grant(lease_id)).collect()
+        revision.leases.values().map(|lease| LeaseGrant::clone(&lease.grant)).collect()
     }
 
     /// One page of a tenant's revisions in order of (namespace, resource, revision, generation). Imports in progress,
@@ -274,7 +269,7 @@ impl State {
     /// An operation, ended or not.
     #[must_use]
     pub fn operation(&self, operation_id: &OperationId) -> Option<&WeightOperation> {
-        self.record.operations.get(&OperationKey::of(operation_id)?).map(|operation| &operation.view)
+        self.record.operations.get(&OperationKey::of(operation_id)?).map(|operation| &*operation.view)
     }
 
     /// A tenant's operations, newest first; those that have ended only with `all`.
@@ -292,7 +287,7 @@ impl State {
             keys.active.iter().rev().collect()
         };
         let operations = keys.into_iter().filter_map(|key| self.record.operations.get(key));
-        operations.take(limit).map(|operation| operation.view.clone()).collect()
+        operations.take(limit).map(|operation| WeightOperation::clone(&operation.view)).collect()
     }
 
     /// Every revision's record, tombstones and imports in progress too, in order of identity.
@@ -302,7 +297,7 @@ impl State {
 
     /// Every operation that is remembered, ended or not, oldest first.
     pub fn all_operations(&self) -> impl Iterator<Item = &WeightOperation> {
-        self.record.operations.values().map(|operation| &operation.view)
+        self.record.operations.values().map(|operation| &*operation.view)
     }
 
     /// Every lineage with its watermark and its latest replacement claim.
@@ -342,7 +337,7 @@ impl State {
 
     /// Operations that want a worker, oldest first.
     pub fn runnable_operations(&self) -> impl Iterator<Item = &WeightOperation> {
-        self.index.runnable.iter().filter_map(|key| self.record.operations.get(key)).map(|operation| &operation.view)
+        self.index.runnable.iter().filter_map(|key| self.record.operations.get(key)).map(|operation| &*operation.view)
     }
 
     /// The earliest moment at which time alone changes something: a lease, a session, a worker's claim, a back-off or a

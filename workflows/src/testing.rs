@@ -209,12 +209,12 @@ impl Log {
 
     /// Folds records as one entry and checks everything after it.
     pub fn fold(&mut self, commands: Vec<CommandRecord>) -> Applied {
-        let envelope = Envelope { id: format!("e{}", self.state.log_seq()), commands };
+        let (envelope, _) = Envelope::seal(format!("e{}", self.state.log_seq()), commands).unwrap();
         let before = self.state.clone();
         let applied = fold(&mut self.state, before.log_seq() + 1, self.now_ms * 1_000_000, &envelope).unwrap();
         self.state.check_invariants().unwrap_or_else(|violation| panic!("{violation} after {envelope:?}"));
         check_step(&before, &self.state).unwrap_or_else(|violation| panic!("{violation} after {envelope:?}"));
-        assert_eq!(applied.outcomes.len(), envelope.commands.len());
+        assert_eq!(applied.outcomes.len(), envelope.commands().len());
         applied
     }
 
@@ -271,7 +271,7 @@ impl Log {
 
     pub fn accept_operation(&mut self, command: Command) -> WeightOperation {
         match self.send(command) {
-            Ok(Reply::Operation(operation)) => *operation,
+            Ok(Reply::Operation(operation)) => operation.into_inner(),
             other => panic!("not an operation: {other:?}"),
         }
     }

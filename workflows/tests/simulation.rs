@@ -167,7 +167,7 @@ impl Run {
         let expected_metadata_generation = self.generation(&base);
         let n = self.fresh();
         let command = Command::BeginReplacement(BeginReplacement {
-            target: RevisionIdentity { weight_generation: base.weight_generation + 1, ..base.clone() },
+            target: base.with_generation(base.weight_generation + 1),
             base,
             mode: *self.dice.pick(&[UpsertMode::PutFirst, UpsertMode::DeleteFirst]),
             expected_metadata_generation,
@@ -364,7 +364,7 @@ fn run(seed: u64, steps: u32) -> (World, std::collections::BTreeMap<&'static str
         *ends.entry(operation.kind.name()).or_default() += 1;
     }
     for (_, envelope) in &run.world.log {
-        for record in &envelope.commands {
+        for record in envelope.commands() {
             *ends.entry(command_name(&record.command)).or_default() += 1;
         }
     }

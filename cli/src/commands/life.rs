@@ -91,7 +91,7 @@ fn text(life: &Life) -> String {
 fn steps(entry: &HistoryEntry, id: &OperationId, seen: &mut Option<WeightOperation>) -> Vec<Step> {
     let Some(Decided { log_clock, outcomes, events }) = &entry.decided else { return Vec::new() };
     let mut steps = Vec::new();
-    for ((index, record), outcome) in (0_u32..).zip(&entry.envelope.commands).zip(outcomes) {
+    for ((index, record), outcome) in (0_u32..).zip(entry.envelope.commands()).zip(outcomes) {
         let step = |by: String, change, text, operation| Step {
             seq: entry.seq,
             index,
@@ -109,7 +109,7 @@ fn steps(entry: &HistoryEntry, id: &OperationId, seen: &mut Option<WeightOperati
             | EventBody::OperationEnded { operation } => Some(&**operation),
             _ => None,
         });
-        let answered = match outcome {
+        let answered = match &outcome {
             Ok(Reply::Operation(operation)) => Some(&**operation),
             _ => None,
         };

@@ -98,15 +98,15 @@ fn lines(entry: HistoryEntry, state: Option<&State>, filter: Option<&Filter>) ->
     };
     let mut outcomes = outcomes.into_iter();
     let mut lines = Vec::new();
-    for (index, record) in (0_u32..).zip(envelope.commands) {
+    for (index, record) in (0_u32..).zip(envelope.commands()) {
         let outcome = outcomes.next();
         if filter.is_some_and(|filter| !filter.takes(&record.command, outcome.as_ref(), state)) {
             continue;
         }
         let position = LogPosition { seq, index };
         let CommandRecord { id, not_after, command } = record;
-        let (kind, fields) = past::parts(&command);
-        let (about, decided) = (past::about(&command), past::decided(outcome.as_ref()));
+        let (kind, fields) = past::parts(command);
+        let (about, decided) = (past::about(command), past::decided(outcome.as_ref()));
         let sentence = if about.is_empty() { decided } else { format!("{about}: {decided}") };
         let text = format!("{}  {:>8}  {kind:22}  {sentence}", time(unix_ms), position.to_string());
         lines.push(Line {
@@ -114,7 +114,7 @@ fn lines(entry: HistoryEntry, state: Option<&State>, filter: Option<&Filter>) ->
             index,
             unix_ms,
             log_clock_ms: clock,
-            envelope_id: envelope.id.clone(),
+            envelope_id: envelope.id().to_owned(),
             command_id: id.to_string(),
             not_after_ms: not_after.0,
             kind,

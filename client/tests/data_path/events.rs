@@ -67,7 +67,7 @@ async fn events_come_in_order_filtered_and_from_where_one_left_off() {
     };
     assert_eq!(seqs(&mut new, 3).await, [2, 3, 4]);
     let mut all =
-        EventFeed::follow(&gateway, EventFilter::Tenant(identity(1).tenant_id), EventStart::All).await.unwrap();
+        EventFeed::follow(&gateway, EventFilter::Tenant(identity(1).tenant_id.clone()), EventStart::All).await.unwrap();
     assert_eq!(seqs(&mut all, 3).await, [1, 3, 4]);
     let mut one = EventFeed::follow(&gateway, EventFilter::Revision(identity(1)), EventStart::All).await.unwrap();
     let first = one.next().await;

@@ -41,7 +41,7 @@ pub(super) async fn acquire(context: &Context, call: &Call) -> Result<Answer, Ba
     let revision = revision.filter(|revision| revision.instance == lease.instance).ok_or_else(gone)?;
     let endpoints = holders(context, &lease.instance, &revision.placement);
     let token = context.tokens.issue(&lease.instance, TokenRight::Read, lease.lease_id.as_str(), lease.ttl_ms);
-    Answer::new(position.seq, &AcquireLeaseReply { lease: *lease, revision, endpoints, token })
+    Answer::new(position.seq, &AcquireLeaseReply { lease: lease.into_inner(), revision, endpoints, token })
 }
 
 /// Waits a little for a live node that holds some of the instance.
@@ -86,7 +86,7 @@ pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, Ball
     // Not under the caller's id: every renewal counts from its own entry.
     let (position, reply) = context.submit_afresh(&request.options, Command::RenewLease(command)).await?;
     let Reply::Lease(lease) = reply else { return Err(unexpected(&reply)) };
-    Answer::new(position.seq, &LeaseReply { lease: *lease })
+    Answer::new(position.seq, &LeaseReply { lease: lease.into_inner() })
 }
 
 pub(super) async fn release(context: &Context, call: &Call) -> Result<Answer, BallastError> {

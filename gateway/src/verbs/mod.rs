@@ -74,7 +74,7 @@ fn answer_with(position: LogPosition, reply: Reply) -> Result<Answer, BallastErr
     struct Nothing {}
     match reply {
         Reply::Revision(revision) => Answer::new(position.seq, &RevisionReply { revision: *revision }),
-        Reply::Operation(operation) => Answer::new(position.seq, &OperationReply { operation: *operation }),
+        Reply::Operation(operation) => Answer::new(position.seq, &OperationReply { operation: operation.into_inner() }),
         Reply::Done => Answer::new(position.seq, &Nothing {}),
         other => Err(unexpected(&other)),
     }

@@ -28,7 +28,7 @@ pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, Bal
     let command = Command::StartRepair(StartRepair { identity, expected_metadata_generation });
     let (position, reply) = context.submit(call, &request.options, command).await?;
     let Reply::Operation(operation) = reply else { return Err(unexpected(&reply)) };
-    Answer::new(position.seq, &RepairReply { operation: Some(*operation) })
+    Answer::new(position.seq, &RepairReply { operation: Some(operation.into_inner()) })
 }
 
 /// What the nodes hold, from themselves: what they publish may be a moment old. One that does not answer holds nothing.

@@ -38,10 +38,9 @@ pub(super) async fn create_if_new(log: &dyn Log, options: &ReplicaOptions) -> Re
         not_after: LogTime(COMMAND_WINDOW_MS),
         command: Command::CreateCluster(create.clone()),
     };
-    let envelope = Envelope { id: uuid::Uuid::now_v7().to_string(), commands: vec![record] };
-    let encoded =
-        envelope.encode().map_err(|error| ReplicaError::Create(AppendError::Rejected { reason: error.to_string() }))?;
-    match log.append(&envelope.id, Bytes::from(encoded), Some(0)).await {
+    let (envelope, bytes) = Envelope::seal(uuid::Uuid::now_v7().to_string(), vec![record])
+        .map_err(|error| ReplicaError::Create(AppendError::Rejected { reason: error.to_string() }))?;
+    match log.append(envelope.id(), Bytes::from(bytes), Some(0)).await {
         // Another one's first entry is as good as ours.
         Ok(_) | Err(AppendError::WrongLastSequence { .. }) => Ok(bounds_of(log).await?),
         Err(error) => Err(ReplicaError::Create(error)),
@@ -123,7 +122,7 @@ async fn fold_record(shared: &Shared, record: Record) -> Result<(), ReplicaError
         let _ = sink.push(EventBatch { seq, events: applied.events }).await;
     }
     shared.folded.send_replace(seq);
-    shared.waiters.resolve(&envelope.id, seq, applied.outcomes);
+    shared.waiters.resolve(envelope.id(), seq, applied.outcomes);
     Ok(())
 }
 

@@ -35,7 +35,9 @@ async fn decided_otherwise(streams: &Streams) -> MemorySnapshots {
         let mut envelope = Envelope::decode(&record.bytes).unwrap();
         if seq == last {
             let config = ClusterConfig { migration_cooldown_ms: 1, ..ClusterConfig::default() };
-            envelope.commands[0].command = Command::SetConfig(config);
+            let mut commands = envelope.commands().to_vec();
+            commands[0].command = Command::SetConfig(config);
+            (envelope, _) = Envelope::seal(envelope.id().to_owned(), commands).unwrap();
         }
         fold(&mut state, seq, record.timestamp_ns, &envelope).unwrap();
     }

@@ -63,7 +63,7 @@ async fn without_a_usable_snapshot_entries_are_shown_but_their_outcomes_are_unkn
     assert!(walk.state().is_none());
     assert!(walk.passed_over().iter().any(|error| error.to_string().contains(&name.to_string())));
     let entry = in_time("an entry", walk.next()).await.unwrap();
-    assert!(entry.decided.is_none() && !entry.envelope.commands.is_empty());
+    assert!(entry.decided.is_none() && !entry.envelope.commands().is_empty());
     let error = history.state_at(replica.log_seq()).await.unwrap_err();
     assert!(error.to_string().contains("until its next snapshot"), "{error}");
     cluster.server.stop().await;

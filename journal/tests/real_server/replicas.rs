@@ -118,7 +118,7 @@ async fn a_restored_replica_has_the_digest_of_the_one_that_folded_everything() {
 async fn a_damaged_entry_stops_every_replica_by_name() {
     let cluster = Cluster::start().await;
     let replica = start(&cluster.streams, options(&cluster.streams, "one")).await.unwrap();
-    let mut bytes = Envelope { id: "damaged".to_owned(), commands: Vec::new() }.encode().unwrap();
+    let (_, mut bytes) = Envelope::seal("damaged".to_owned(), Vec::new()).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     let seq = JetStreamLog::new(&cluster.streams).append("damaged", Bytes::from(bytes), None).await.unwrap();

@@ -25,9 +25,8 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     let entries = (0..options.fold_commands.div_ceil(READERS + OPERATIONS))
         .map(|round| world.append(BETWEEN_ENVELOPES_MS, commands(&world.state, round)).map(|(entry, _)| entry));
     let entries = entries.collect::<Result<Vec<Entry>, Error>>()?;
-    let encoded = entries.iter().map(|entry| entry.envelope.encode()).collect::<Result<Vec<_>, _>>()?;
-    let count: usize = entries.iter().map(|entry| entry.envelope.commands.len()).sum();
-    let bytes: usize = encoded.iter().map(Vec::len).sum();
+    let count: usize = entries.iter().map(|entry| entry.envelope.commands().len()).sum();
+    let bytes: usize = entries.iter().map(|entry| entry.bytes.len()).sum();
     let (mut alone, mut decoding, mut wall) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..options.runs {
         let mut state = before.clone();
@@ -35,7 +34,7 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
         alone.push(count as f64 / timed(|| fold_all(&mut state, &entries))?.as_secs_f64());
         wall.push(count as f64 / clock.elapsed().as_secs_f64());
         let mut state = before.clone();
-        decoding.push(count as f64 / timed(|| decode_and_fold_all(&mut state, &entries, &encoded))?.as_secs_f64());
+        decoding.push(count as f64 / timed(|| decode_and_fold_all(&mut state, &entries))?.as_secs_f64());
         assert!(state.chain() == world.state.chain(), "every replica folds the same log into the same state");
     }
     let conditions = format!(
@@ -81,14 +80,14 @@ fn timed(work: impl FnOnce() -> Result<(), Error>) -> Result<Duration, Error> {
 }
 
 fn fold_all(state: &mut State, entries: &[Entry]) -> Result<(), Error> {
-    for Entry { seq, unix_ns, envelope } in entries {
+    for Entry { seq, unix_ns, envelope, .. } in entries {
         fold(state, *seq, *unix_ns, envelope)?;
     }
     Ok(())
 }
 
-fn decode_and_fold_all(state: &mut State, entries: &[Entry], encoded: &[Vec<u8>]) -> Result<(), Error> {
-    for (Entry { seq, unix_ns, .. }, bytes) in entries.iter().zip(encoded) {
+fn decode_and_fold_all(state: &mut State, entries: &[Entry]) -> Result<(), Error> {
+    for Entry { seq, unix_ns, bytes, .. } in entries {
         fold(state, *seq, *unix_ns, &Envelope::decode(bytes)?)?;
     }
     Ok(())

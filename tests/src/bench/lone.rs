@@ -84,8 +84,8 @@ fn micros(times: Vec<Duration>) -> f64 {
 fn envelope(gateway: &GatewayAtWork, revision: &RevisionIdentity) -> Result<Bytes, Error> {
     let not_after = gateway.replica.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
     let record = CommandRecord { id: fresh_command_id(), not_after, command: renew(revision, LEASE) };
-    let envelope = Envelope { id: fresh_command_id().to_string(), commands: vec![record] };
-    Ok(Bytes::from(envelope.encode()?))
+    let (_, bytes) = Envelope::seal(fresh_command_id().to_string(), vec![record])?;
+    Ok(Bytes::from(bytes))
 }
 
 async fn renew_by_request(site: &Site, revision: &RevisionIdentity) -> Result<(), Error> {

@@ -68,7 +68,7 @@ async fn run_operations(replica: Replica, revision: RevisionIdentity, deadline: 
 
 fn operation_of(reply: Reply) -> Result<WeightOperation, Error> {
     match reply {
-        Reply::Operation(operation) => Ok(*operation),
+        Reply::Operation(operation) => Ok(operation.into_inner()),
         other => Err(format!("a step was not answered with its operation: {other:?}").into()),
     }
 }

@@ -6,12 +6,12 @@ use std::time::Instant;
 use ballast_journal::{
     JetStreamLog, JetStreamSnapshots, Log, Replica, ReplicaOptions, SnapshotStore, decode_snapshot, encode_snapshot,
 };
-use ballast_schemas::{CLOCK_STEP_MS_MAX, COMMAND_WINDOW_MS, Command, Envelope, MigrationMode};
+use ballast_schemas::{CLOCK_STEP_MS_MAX, COMMAND_WINDOW_MS, Command, MigrationMode};
 use ballast_workflows::State;
 
 use super::report::{Row, Runs, on_core, resident_bytes, shown};
 use super::site::Site;
-use super::world::World;
+use super::world::{Entry, World};
 use super::{Error, Options};
 
 const RESTORE_SECONDS: f64 = 2.0;
@@ -24,19 +24,19 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     log_entries.extend(world.publish(options.restore_revisions, 4, MigrationMode::Auto)?);
     // Until what is remembered against repeats of the imports is forgotten: the revisions are at rest.
     for _ in 0..2 * NOT_REMEMBERED_AFTER_MS / CLOCK_STEP_MS_MAX {
-        log_entries.push(world.append(CLOCK_STEP_MS_MAX, vec![Command::Tick])?.0.envelope);
+        log_entries.push(world.append(CLOCK_STEP_MS_MAX, vec![Command::Tick])?.0);
     }
     let memory = memory(options, &world.state)?;
     let restore = restore(options, &world.state, log_entries).await?;
     Ok(vec![restore, memory])
 }
 
-async fn restore(options: &Options, state: &State, log_entries: Vec<Envelope>) -> Result<Row, Error> {
+async fn restore(options: &Options, state: &State, log_entries: Vec<Entry>) -> Result<Row, Error> {
     let site = Site::start(options).await?;
     let snapshots = Arc::new(JetStreamSnapshots::new(&site.streams));
     let log = Arc::new(JetStreamLog::new(&site.streams));
-    for envelope in log_entries {
-        log.append(&envelope.id, envelope.encode()?.into(), None).await?;
+    for entry in log_entries {
+        log.append(entry.envelope.id(), entry.bytes.into(), None).await?;
     }
     let (name, bytes) = encode_snapshot(state)?;
     snapshots.put(name.clone(), bytes.clone()).await?;

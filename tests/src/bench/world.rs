@@ -25,6 +25,8 @@ pub(super) struct Entry {
     pub seq: u64,
     pub unix_ns: u64,
     pub envelope: Envelope,
+    /// As the log stores it.
+    pub bytes: Vec<u8>,
 }
 
 pub(super) fn create() -> CreateCluster {
@@ -188,26 +190,26 @@ impl World {
     }
 
     /// A new cluster, and its log's first entry.
-    pub fn new() -> Result<(Self, Envelope), Error> {
+    pub fn new() -> Result<(Self, Entry), Error> {
         let mut world = Self { state: State::new(), unix_ns: START_UNIX_NS, ids: 0 };
         let (first, _) = world.append(1, vec![Command::CreateCluster(create())])?;
-        Ok((world, first.envelope))
+        Ok((world, first))
     }
 
     /// Publishes `revisions` revisions of `mode`, spread over `nodes` nodes; the entries that did.
-    pub fn publish(&mut self, revisions: usize, nodes: usize, mode: MigrationMode) -> Result<Vec<Envelope>, Error> {
+    pub fn publish(&mut self, revisions: usize, nodes: usize, mode: MigrationMode) -> Result<Vec<Entry>, Error> {
         let mut entries = Vec::new();
         for first in (0..revisions).step_by(BUILD_COMMANDS) {
             let batch: Vec<(RevisionIdentity, NodeId)> =
                 (first..revisions.min(first + BUILD_COMMANDS)).map(|n| (identity(n), node(n % nodes))).collect();
             // Far enough apart that what is remembered of the imports is forgotten as it would be.
             let begun = batch.iter().map(|(identity, node)| begin(identity, node, mode)).collect();
-            entries.push(self.append(1_000, begun)?.0.envelope);
+            entries.push(self.append(1_000, begun)?.0);
             let instances = batch.iter().filter_map(|(identity, _)| self.state.revision(identity));
             let committed =
                 instances.zip(&batch).map(|(found, (identity, node))| commit(identity, &found.instance, node));
             let committed = committed.collect();
-            entries.push(self.append(1_000, committed)?.0.envelope);
+            entries.push(self.append(1_000, committed)?.0);
         }
         Ok(entries)
     }
@@ -222,7 +224,7 @@ impl World {
             let id = name(&format!("{:08x}-{:04x}-7000-8000-{:012x}", self.ids >> 16, self.ids & 0xffff, self.ids));
             CommandRecord { id, not_after, command }
         });
-        let envelope = Envelope { commands: records.collect(), id: uuid_of(self.state.log_seq()) };
+        let (envelope, bytes) = Envelope::seal(uuid_of(self.state.log_seq()), records.collect())?;
         let (seq, unix_ns) = (self.state.log_seq() + 1, self.unix_ns);
         let applied = fold(&mut self.state, seq, unix_ns, &envelope)?;
         if let Some(rejection) = applied.outcomes.iter().find_map(|outcome| outcome.as_ref().err()) {
@@ -230,6 +232,6 @@ impl World {
                 format!("a command of the benchmark was refused: {}: {}", rejection.code, rejection.message).into()
             );
         }
-        Ok((Entry { seq, unix_ns, envelope }, applied))
+        Ok((Entry { seq, unix_ns, envelope, bytes }, applied))
     }
 }

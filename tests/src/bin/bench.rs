@@ -7,6 +7,10 @@ use std::time::Duration;
 use ballast_tests::bench::{Options, Report, run};
 use clap::Parser;
 
+/// As in the `ballast` program.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Measures the engine's speed, each figure beside a limit or a rival of the same run.
 #[derive(Debug, Parser)]
 struct Arguments {

@@ -210,7 +210,7 @@ impl Gateway {
     ) -> Result<(LeaseGrant, WeightRevisionMetadata), BallastError> {
         let identity = command.identity.clone();
         let grant = match self.submit(self.w().command_id(), until, Command::AcquireLease(command)).await? {
-            Reply::Lease(grant) => *grant,
+            Reply::Lease(grant) => grant.into_inner(),
             other => return Err(BallastError::invalid(format!("not a lease: {other:?}"))),
         };
         let record = self.metadata(&identity).filter(|record| record.instance == grant.instance);
@@ -223,9 +223,9 @@ impl Gateway {
         let found = self.replica.read(|state| {
             if self.w().bug(Bug::WatermarkAsHead) {
                 let weight_generation = state.watermark(&lineage);
-                return (weight_generation > 0).then(|| RevisionIdentity { weight_generation, ..any.clone() });
+                return (weight_generation > 0).then(|| any.with_generation(weight_generation));
             }
-            let generations = (1..200).map(|weight_generation| RevisionIdentity { weight_generation, ..any.clone() });
+            let generations = (1..200).map(|weight_generation| any.with_generation(weight_generation));
             let ready = |identity: &RevisionIdentity| {
                 state.revision(identity).is_some_and(|record| record.availability == Availability::Ready)
             };

@@ -85,7 +85,7 @@ impl SharedLog {
     /// Stores an envelope, or finds that it was stored.
     pub fn store(&self, w: &W, envelope: &Rc<Envelope>, bytes: &Rc<[u8]>) -> u64 {
         let now = w.now();
-        let known = self.ids.borrow().get(&envelope.id).copied();
+        let known = self.ids.borrow().get(envelope.id()).copied();
         if let Some((seq, at)) = known
             && now - at <= IDS_REMEMBERED
         {
@@ -93,7 +93,7 @@ impl SharedLog {
         }
         let seq = self.last_seq() + 1;
         let unix_ns = (START_UNIX_NS + now).saturating_add_signed(self.clock_offset_ns.get());
-        self.ids.borrow_mut().insert(envelope.id.clone(), (seq, now));
+        self.ids.borrow_mut().insert(envelope.id().to_owned(), (seq, now));
         let before = self.truth.borrow().clone();
         let applied = fold(&mut self.truth.borrow_mut(), seq, unix_ns, envelope);
         let applied = match applied {
@@ -115,7 +115,7 @@ impl SharedLog {
             chain: after.chain(),
         };
         self.entries.borrow_mut().push(entry);
-        for (record, outcome) in envelope.commands.iter().zip(&applied.outcomes) {
+        for (record, outcome) in envelope.commands().iter().zip(&applied.outcomes) {
             w.trace(format!("{seq} {}", line_of(&record.command, outcome)));
         }
         if let Err(violation) = after.check_invariants().and_then(|()| check_step(&before, &after)) {

@@ -130,9 +130,8 @@ fn create_cluster(w: &world::W) {
         not_after: LogTime(60_000),
         command: Command::CreateCluster(cluster),
     };
-    let envelope = Envelope { id: "create".to_owned(), commands: vec![record] };
-    match envelope.encode() {
-        Ok(bytes) => drop(w.log.store(w, &Rc::new(envelope), &Rc::from(bytes))),
+    match Envelope::seal("create".to_owned(), vec![record]) {
+        Ok((envelope, bytes)) => drop(w.log.store(w, &Rc::new(envelope), &Rc::from(bytes))),
         Err(error) => w.violate("envelopes can be encoded", error.to_string()),
     }
 }

@@ -135,7 +135,7 @@ impl Replica {
         if self.read(State::chain) != chain {
             w.violate("replicas agree", format!("{} decided entry {seq} differently", self.name));
         }
-        let Some(answers) = self.waiters.borrow_mut().remove(&envelope.id) else { return };
+        let Some(answers) = self.waiters.borrow_mut().remove(envelope.id()) else { return };
         for ((index, answer), outcome) in (0..).zip(answers).zip(outcomes) {
             answer.give((LogPosition { seq, index }, outcome));
         }
@@ -169,15 +169,14 @@ impl Replica {
                 commands.push(pending.record);
                 answers.push(pending.answer);
             }
-            let envelope = Envelope { id: self.w.name("env-"), commands };
-            let bytes = match envelope.encode() {
-                Ok(bytes) => Rc::from(bytes),
+            let (envelope, bytes) = match Envelope::seal(self.w.name("env-"), commands) {
+                Ok(sealed) => sealed,
                 Err(error) => return self.w.violate("envelopes can be encoded", error.to_string()),
             };
-            self.waiters.borrow_mut().insert(envelope.id.clone(), answers);
+            self.waiters.borrow_mut().insert(envelope.id().to_owned(), answers);
             self.in_flight.set(self.in_flight.get() + 1);
             let replica = Rc::clone(&self);
-            self.w.rt.spawn(self.process, replica.append_until_known(Rc::new(envelope), bytes));
+            self.w.rt.spawn(self.process, replica.append_until_known(Rc::new(envelope), Rc::from(bytes)));
         }
     }
 
@@ -198,12 +197,13 @@ impl Replica {
             }
             if w.now() >= give_up_at {
                 w.fault("append outcome unknown");
-                self.waiters.borrow_mut().remove(&envelope.id);
+                self.waiters.borrow_mut().remove(envelope.id());
                 break;
             }
             w.rt.sleep(APPEND_RETRY).await;
             if stamps_anew {
-                (envelope, bytes) = self.stamped_anew(&envelope);
+                let Some(again) = self.stamped_anew(&envelope) else { break };
+                (envelope, bytes) = again;
             }
         }
         self.in_flight.set(self.in_flight.get() - 1);
@@ -211,13 +211,12 @@ impl Replica {
     }
 
     /// The planted bug: the same commands, good for another window, in an envelope that the log does not know.
-    fn stamped_anew(&self, envelope: &Envelope) -> (Rc<Envelope>, Rc<[u8]>) {
+    fn stamped_anew(&self, envelope: &Envelope) -> Option<(Rc<Envelope>, Rc<[u8]>)> {
         let not_after = self.read(State::log_clock).plus_ms(COMMAND_WINDOW_MS);
         let again = |record: &CommandRecord| CommandRecord { not_after, ..record.clone() };
-        let commands = envelope.commands.iter().map(again).collect();
-        let envelope = Envelope { id: self.w.name("env-"), commands };
-        let bytes = envelope.encode().unwrap_or_default();
-        (Rc::new(envelope), Rc::from(bytes))
+        let commands = envelope.commands().iter().map(again).collect();
+        let (envelope, bytes) = Envelope::seal(self.w.name("env-"), commands).ok()?;
+        Some((Rc::new(envelope), Rc::from(bytes)))
     }
 
     /// While a deadline is pending and the log is silent, time goes on by a `Tick`.

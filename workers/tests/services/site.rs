@@ -293,7 +293,7 @@ pub fn hot() -> WeightStoragePolicy {
 
 pub fn operation_id(reply: Reply) -> OperationId {
     match reply {
-        Reply::Operation(operation) => operation.operation_id,
+        Reply::Operation(operation) => operation.operation_id.clone(),
         other => panic!("{other:?}"),
     }
 }

@@ -17,7 +17,7 @@ pub(super) fn check(state: &State) -> Result<(), Violation> {
                 format!("{identity} is {availability} under {} leases", revision.leases.len()),
             ));
         }
-        if let Some((lease_id, _)) = revision.leases.iter().find(|(_, lease)| lease.expires_at <= state.log_clock()) {
+        if let Some((lease_id, _)) = revision.leases.iter().find(|(_, lease)| lease.expires_at() <= state.log_clock()) {
             return Err(Violation::new(NAME, format!("lease {lease_id} of {identity} outlived its end")));
         }
         let operation = revision.operation_key().and_then(|key| state.record.operations.get(&key));

@@ -222,7 +222,7 @@ fn operations_are_listed_newest_first_and_by_tenant() {
         log.finish_migration(1, target, ppm);
     }
     log.send(migrate(1, Residency::Hot, log.generation(1))).unwrap();
-    let tenant = identity(1).tenant_id;
+    let tenant = identity(1).tenant_id.clone();
     let targets = |operations: Vec<WeightOperation>| operations.iter().map(|op| op.target.unwrap()).collect::<Vec<_>>();
     assert_eq!(targets(log.state.operations(&tenant, true, 3)), [Residency::Hot, Residency::Cold, Residency::Hot]);
     assert_eq!(targets(log.state.operations(&tenant, false, 3)), [Residency::Hot]);

@@ -88,7 +88,7 @@ impl World {
     /// Folds one entry and checks everything that must hold after it.
     pub fn append_records(&mut self, commands: Vec<CommandRecord>) -> Vec<Outcome> {
         self.entries += 1;
-        let envelope = Envelope { id: format!("e{}", self.entries), commands };
+        let (envelope, _) = Envelope::seal(format!("e{}", self.entries), commands).unwrap();
         let before = self.state.clone();
         let ns = self.now_ms * 1_000_000;
         let applied = fold(&mut self.state, before.log_seq() + 1, ns, &envelope).unwrap();
@@ -314,7 +314,7 @@ impl World {
             trigger: MigrationTrigger::Explicit,
         }));
         match outcome {
-            Ok(Reply::Operation(operation)) => operation.operation_id,
+            Ok(Reply::Operation(operation)) => operation.operation_id.clone(),
             other => panic!("{other:?}"),
         }
     }

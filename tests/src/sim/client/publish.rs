@@ -30,7 +30,7 @@ impl Client {
             _ => next,
         });
         let policy = self.w.draw(|rng| rng.chance(8_000)).then(|| self.some_policy());
-        let identity = RevisionIdentity { weight_generation, ..any };
+        let identity = any.with_generation(weight_generation);
         self.put(&identity, policy).await
     }
 
@@ -201,5 +201,5 @@ impl Client {
 /// The lineage's identity at a generation.
 pub(super) fn at_generation(any: &RevisionIdentity, weight_generation: u64) -> RevisionIdentity {
     let _ = identity;
-    RevisionIdentity { weight_generation, ..any.clone() }
+    any.with_generation(weight_generation)
 }

@@ -63,7 +63,7 @@ pub(super) fn check(w: &W, watch: &mut Watch, folded: &Folded<'_>) {
         .collect();
     for id in ended {
         watch.leases.remove(&id);
-        let released = folded.envelope.commands.iter().zip(folded.outcomes).any(|(record, outcome)| {
+        let released = folded.envelope.commands().iter().zip(folded.outcomes).any(|(record, outcome)| {
             let this = matches!(&record.command, Command::ReleaseLease(release) if release.lease_id == id);
             this && matches!(outcome, Ok(ballast_schemas::Reply::LeaseEnded { lapsed: false }))
         });

@@ -45,7 +45,7 @@ pub(crate) struct Folded<'a> {
 impl Folded<'_> {
     /// The commands that were accepted, with their ids.
     pub fn accepted(&self) -> impl Iterator<Item = (&CommandId, &ballast_schemas::Command)> {
-        let commands = self.envelope.commands.iter().zip(self.outcomes);
+        let commands = self.envelope.commands().iter().zip(self.outcomes);
         commands.filter(|(_, outcome)| outcome.is_ok()).map(|(record, _)| (&record.id, &record.command))
     }
 }

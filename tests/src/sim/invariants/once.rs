@@ -9,7 +9,7 @@ use crate::sim::world::W;
 const NAME: &str = "once";
 
 pub(super) fn check(w: &W, watch: &mut Watch, folded: &Folded<'_>) {
-    for (record, outcome) in folded.envelope.commands.iter().zip(folded.outcomes) {
+    for (record, outcome) in folded.envelope.commands().iter().zip(folded.outcomes) {
         match &record.command {
             Command::Tick | Command::Barrier => {}
             Command::AcquireLease(command) if outcome.is_ok() && watch.ended.contains_key(&command.lease_id) => {

@@ -26,7 +26,7 @@ struct Round {
 pub(super) fn check(w: &W, watch: &mut Watch, folded: &Folded<'_>) {
     let clock = folded.after.log_clock();
     let mut begun = BTreeSet::new();
-    for (record, outcome) in folded.envelope.commands.iter().zip(folded.outcomes) {
+    for (record, outcome) in folded.envelope.commands().iter().zip(folded.outcomes) {
         let (Command::RelievePressure(command), Ok(Reply::Round(started))) = (&record.command, outcome) else {
             continue;
         };
