@@ -179,7 +179,8 @@ impl OperationId {
     #[must_use]
     pub fn parts(&self) -> Option<(LogPosition, u32)> {
         fn number<N: FromStr>(digits: &str) -> Option<N> {
-            let canonical = digits.bytes().all(|digit| digit.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
+            let canonical =
+                digits.bytes().all(|digit| digit.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
             digits.parse().ok().filter(|_| canonical)
         }
         let mut parts = self.0.strip_prefix("op-")?.split('.');
@@ -211,7 +212,18 @@ mod tests {
             let position = LogPosition { seq, index };
             assert_eq!(OperationId::at(position, n).parts(), Some((position, n)));
         }
-        let wrong = ["op-57", "op-57.3.0", "op-057.3", "op-57.03", "op-+57.3", "op-57.3.", "op-57.3.1.1", "57.3", "op-.3", "op-57.99999999999"];
+        let wrong = [
+            "op-57",
+            "op-57.3.0",
+            "op-057.3",
+            "op-57.03",
+            "op-+57.3",
+            "op-57.3.",
+            "op-57.3.1.1",
+            "57.3",
+            "op-.3",
+            "op-57.99999999999",
+        ];
         for text in wrong {
             assert_eq!(OperationId::new(text).unwrap().parts(), None, "{text}");
         }

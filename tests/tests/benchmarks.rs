@@ -19,7 +19,9 @@ async fn every_line_of_the_benchmarks_gives_a_figure() {
         "restore of a snapshot",
         "memory of a revision at rest",
         "list page of 100",
+        "list page of 100 that begins anywhere",
         "lease command",
+        "lease command on any revision",
         "AUTO tick that looks",
         "AUTO tick that moves 16",
     ] {

@@ -71,8 +71,7 @@ impl Fold<'_> {
             );
             return reject(ErrorCode::NotReady, message);
         }
-        let claim =
-            self.open_claim(identity).filter(|claim| claim.base == *identity || claim.target == *identity);
+        let claim = self.open_claim(identity).filter(|claim| claim.base == *identity || claim.target == *identity);
         if let Some(claim) = claim {
             return Err(claim_busy(claim, "wait for its end or abort it"));
         }

@@ -125,7 +125,14 @@ fn advance_clock(state: &mut State, unix_ns: u64) {
 }
 
 /// The envelope by its checksum, which decoding has compared with its bytes; the outcomes by theirs.
-fn chain(before: Digest, seq: u64, unix_ns: u64, envelope: &Envelope, outcomes: &[Outcome], scratch: &mut Vec<u8>) -> Digest {
+fn chain(
+    before: Digest,
+    seq: u64,
+    unix_ns: u64,
+    envelope: &Envelope,
+    outcomes: &[Outcome],
+    scratch: &mut Vec<u8>,
+) -> Digest {
     let numbers = [seq.to_be_bytes(), unix_ns.to_be_bytes()].concat();
     hash_list([
         before.as_bytes().as_slice(),

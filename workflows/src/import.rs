@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use ballast_schemas::{
     AbortImport, Availability, BeginImport, ClaimPhase, CommitImport, Digest, ErrorCode, EventBody, IMPORT_TTL_MS_MAX,
-    ImportSession, InstanceId, MigrationTrigger, NodeId, Outcome, Receipt, Rejection, RenewImport, Reply, Residency,
-    RevisionIdentity, SessionId, UNITS_MAX, UpsertMode, WeightRevisionMetadata, WeightStoragePolicy,
+    ImportSession, InstanceId, ManifestRef, MigrationTrigger, NodeId, Outcome, Receipt, Rejection, RenewImport, Reply,
+    Residency, RevisionIdentity, SessionId, UNITS_MAX, UpsertMode, WeightRevisionMetadata, WeightStoragePolicy,
 };
 
 use crate::fold::{Fold, details, reject};
@@ -17,7 +17,8 @@ const PLACEMENT_NODES_MAX: usize = 256;
 
 impl Fold<'_> {
     pub fn begin_import(&mut self, command: &BeginImport) -> Outcome {
-        let identity = &command.identity;
+        let before = self.state.record.revisions.before(&command.identity);
+        let identity = &before.map_or_else(|| command.identity.clone(), |before| command.identity.sharing(before));
         expect_announcement(command)?;
         let mut generation = 1;
         if let Some(revision) = self.state.record.revisions.get(identity) {
@@ -226,7 +227,9 @@ impl Fold<'_> {
         let published = manifest_digest(&command.manifest);
         // READY + HOT and the initial migration are one durable mutation (RFC, Import and READY Publication). The manifest
         // goes in first, so that the operation knows how much there is to do.
-        self.edit_revision(identity, |revision| revision.metadata.manifest = Some(command.manifest.clone()));
+        let group_id = self.revision(identity)?.metadata.instance.group_id.clone();
+        let manifest = ManifestRef { group_id, ..command.manifest.clone() };
+        self.edit_revision(identity, |revision| revision.metadata.manifest = Some(manifest));
         let operation_id =
             (goal.target != Residency::Hot).then(|| self.add_migration(identity, goal, MigrationTrigger::Initial));
         self.change_revision(identity, |revision| {

@@ -232,7 +232,8 @@ impl Index {
             put(&mut tenant.ended, key, after.ended);
             put(&mut tenant.active, key, !after.ended);
             let active = self.counts.active_operations;
-            self.counts.active_operations = if after.ended { active.saturating_sub(1) } else { active.saturating_add(1) };
+            self.counts.active_operations =
+                if after.ended { active.saturating_sub(1) } else { active.saturating_add(1) };
         }
         self.place_operation(key, before, &after);
     }

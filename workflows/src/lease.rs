@@ -3,8 +3,8 @@
 
 use ballast_schemas::{
     AcquireLease, ErrorCode, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LeaseGrant, LeaseId, LogPosition, LogTime,
-    MigrationMode, MigrationTrigger, Outcome, ParkReason, Rejection, ReleaseLease, RenewLease, Reply, RevisionIdentity, Shared,
-    TEXT_BYTES_MAX,
+    MigrationMode, MigrationTrigger, Outcome, ParkReason, Rejection, ReleaseLease, RenewLease, Reply, RevisionIdentity,
+    Shared, TEXT_BYTES_MAX,
 };
 
 use crate::fold::{Fold, NOT_AFTER_AHEAD_MS_MAX, details, reject};

@@ -7,12 +7,14 @@ use ballast_schemas::{
     BACK_OFF_MS_MAX, BACK_OFF_MS_MIN, CLAIM_TTL_MS, ClaimOperation, ClaimPhase, ErrorCode, EventBody, HotRatio,
     InstanceId, LogPosition, LogTime, MigrationTrigger, NodeId, OperationAdvanced, OperationAttemptFailed,
     OperationError, OperationId, OperationKind, OperationStatus, Outcome, ParkOperation, ParkReason, RETRY_BUDGET,
-    Rejection, RenewClaim, Reply, Residency, RevisionIdentity, Shared, UpsertMode, WeightOperation, WeightRevisionMetadata,
+    Rejection, RenewClaim, Reply, Residency, RevisionIdentity, Shared, UpsertMode, WeightOperation,
+    WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::fold::{Fold, details, reject};
 use crate::revision::Revision;
+use crate::table::Settle;
 
 /// Ended operations that stay queryable, per tenant; the oldest are forgotten first.
 const ENDED_OPERATIONS_KEPT: usize = 10_000;
@@ -50,6 +52,8 @@ pub(crate) struct Operation {
     /// When the clock looks at it next: never after its [`Operation::deadline`]. A sign of life leaves that moment where it was.
     pub next_look: Option<LogTime>,
 }
+
+impl Settle<OperationKey> for Operation {}
 
 /// Leave to release the memory replicas of some units, given by the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -559,9 +563,7 @@ impl Fold<'_> {
         let view = &operation.view;
         let claim = self.open_claim(&view.identity);
         match (reason, view.kind) {
-            (ParkReason::LeaseDrain, OperationKind::Replacing) => {
-                claim.is_some_and(|claim| !self.is_free(&claim.base))
-            }
+            (ParkReason::LeaseDrain, OperationKind::Replacing) => claim.is_some_and(|claim| !self.is_free(&claim.base)),
             (ParkReason::LeaseDrain, _) => {
                 self.state.record.revisions.get(&view.identity).is_some_and(|revision| !revision.leases.is_empty())
             }

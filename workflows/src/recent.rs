@@ -31,12 +31,7 @@ pub(crate) struct Recent<K, V> {
 
 impl<K, V> Default for Recent<K, V> {
     fn default() -> Self {
-        Self {
-            queue: VecDeque::new(),
-            forgotten: 0,
-            lookup: HashTable::new(),
-            hasher: DefaultHashBuilder::default(),
-        }
+        Self { queue: VecDeque::new(), forgotten: 0, lookup: HashTable::new(), hasher: DefaultHashBuilder::default() }
     }
 }
 

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fold::{Fold, details};
 use crate::operation::{End, OperationKey};
+use crate::table::Settle;
 
 /// Everything the log says of one revision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +48,21 @@ pub(crate) struct Revision {
     pub effect_fence: LogPosition,
     /// Lost nodes that still owe the deletion of their copies.
     pub owed: Vec<NodeId>,
+}
+
+impl Settle<RevisionIdentity> for Revision {
+    fn settle(&mut self, key: &mut RevisionIdentity, before: Option<&RevisionIdentity>) {
+        if let Some(before) = before {
+            *key = key.sharing(before);
+        }
+        let metadata = &mut self.metadata;
+        if metadata.identity == *key {
+            metadata.identity = key.clone();
+        }
+        if let Some(manifest) = metadata.manifest.as_mut().filter(|it| it.group_id == metadata.instance.group_id) {
+            manifest.group_id = metadata.instance.group_id.clone();
+        }
+    }
 }
 
 /// An open import.

@@ -102,6 +102,11 @@ impl<K: Ord + Hash + Clone, V> Table<K, V> {
         self.order.len()
     }
 
+    /// The key before `key`.
+    pub fn before(&self, key: &K) -> Option<&K> {
+        self.order.range(..key).next_back().map(|(key, _)| key)
+    }
+
     /// Every record, in the order of keys.
     pub fn iter(&self) -> Iter<'_, K, V, btree_map::Iter<'_, K, u32>> {
         Iter { rows: &self.rows, order: self.order.iter() }
@@ -172,10 +177,16 @@ impl<K: Ord + Hash + Clone + Serialize, V: Serialize> Serialize for Table<K, V> 
     }
 }
 
+/// A record that was read from a snapshot takes its place in a table.
+pub(crate) trait Settle<K> {
+    /// Shares what it has in common with its key, and with the key of the record before it.
+    fn settle(&mut self, _key: &mut K, _before: Option<&K>) {}
+}
+
 impl<'de, K, V> Deserialize<'de> for Table<K, V>
 where
     K: Deserialize<'de> + Ord + Hash + Clone,
-    V: Deserialize<'de>,
+    V: Deserialize<'de> + Settle<K>,
 {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(Records(PhantomData))
@@ -187,7 +198,7 @@ struct Records<K, V>(PhantomData<(K, V)>);
 impl<'de, K, V> Visitor<'de> for Records<K, V>
 where
     K: Deserialize<'de> + Ord + Hash + Clone,
-    V: Deserialize<'de>,
+    V: Deserialize<'de> + Settle<K>,
 {
     type Value = Table<K, V>;
 
@@ -197,7 +208,8 @@ where
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut table = Table::<K, V>::default();
-        while let Some((key, value)) = map.next_entry()? {
+        while let Some((mut key, mut value)) = map.next_entry::<K, V>()? {
+            value.settle(&mut key, table.rows.last().and_then(Option::as_ref).map(|before| &before.key));
             table.rows.push(Some(Box::new(Row { key, value })));
         }
         // As one: the tree is built full from keys that come in order.
@@ -223,6 +235,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    impl Settle<u8> for u8 {}
+    impl Settle<u8> for u32 {}
 
     proptest! {
         #[test]

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use async_nats::HeaderMap;
 use async_nats::header::NATS_MESSAGE_ID;
 use async_nats::jetstream::consumer::pull::{self, Stream};
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy};
 use async_nats::jetstream::{self, stream};
+use async_nats::{Client, HeaderMap, Subscriber};
 use ballast_journal::fresh_command_id;
 use ballast_schemas::{COMMAND_WINDOW_MS, CommandRecord, Envelope, RevisionIdentity, TenantId, subject};
 use ballast_workflows::State;
@@ -23,6 +23,7 @@ use super::{Error, Options};
 const GOAL: f64 = 1.0 / 1.5;
 const PLAIN: &str = "BENCH_PLAIN";
 const PLAIN_SUBJECT: &str = "bench.plain";
+const ECHO_SUBJECT: &str = "bench.echo";
 const LEASE: &str = "lease-of-the-benchmark";
 
 pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
@@ -32,10 +33,15 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     submit(&gateway.replica, acquire(&revision, LEASE)).await?;
     let payload = envelope(&gateway, &revision)?;
     let mut plain = Plain::start(&site).await?;
-    let (mut appends, mut through_replica, mut through_gateway) = (Vec::new(), Vec::new(), Vec::new());
-    // In turns, so that whatever else the machine does hits all three alike. The first run only warms up.
+    let other_end = site.connect().await?;
+    let requests = other_end.subscribe(ECHO_SUBJECT).await?;
+    other_end.flush().await?;
+    let echo = tokio::spawn(echo(other_end, requests));
+    let (mut appends, mut requests) = (Vec::new(), Vec::new());
+    let (mut through_replica, mut through_gateway) = (Vec::new(), Vec::new());
+    // In turns, so that whatever else the machine does hits all of them alike. The first run only warms up.
     for run in 0..=options.runs {
-        let mut times = [const { Vec::new() }; 3];
+        let mut times = [const { Vec::new() }; 4];
         for _ in 0..options.lone_mutations {
             let started = Instant::now();
             plain.append_and_hear(&payload).await?;
@@ -46,14 +52,19 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
             let started = Instant::now();
             renew_by_request(&site, &revision).await?;
             times[2].push(started.elapsed());
+            let started = Instant::now();
+            site.client.request(ECHO_SUBJECT, payload.clone()).await?;
+            times[3].push(started.elapsed());
         }
         if run > 0 {
-            let [first, second, third] = times.map(micros);
-            appends.push(first);
+            let [append, second, third, request] = times.map(micros);
             through_replica.push(second);
             through_gateway.push(third);
+            appends.push(append);
+            requests.push(append + request);
         }
     }
+    echo.abort();
     gateway.stop().await?;
     let conditions = format!(
         "sync_interval: always, one server on this machine, one caller, {} renewals of a lease in turns with plain appends of {} bytes; medians of a run: appends {}",
@@ -61,18 +72,29 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
         payload.len(),
         appends.iter().map(|micros| shown(*micros)).collect::<Vec<_>>().join(", "),
     );
-    let row = |name: &str, ours: Vec<f64>| {
-        let ratios: Vec<f64> = ours.iter().zip(&appends).map(|(ours, append)| append / ours).collect();
-        Row::cost(name, "us", &Runs::new(ours), Runs::new(appends.clone()).median())
-            .against("append and delivery")
+    let row = |name: &str, ours: Vec<f64>, limits: &[f64], limit: &str| {
+        let ratios: Vec<f64> = ours.iter().zip(limits).map(|(ours, limit)| limit / ours).collect();
+        Row::cost(name, "us", &Runs::new(ours), Runs::new(limits.to_vec()).median())
+            .against(limit)
             .with_ratio(Runs::new(ratios).median())
             .against_target(GOAL)
             .under(&conditions)
     };
     Ok(vec![
-        row("lone mutation, through a replica", through_replica),
-        row("lone mutation, through a gateway in JSON", through_gateway),
+        row("lone mutation, through a replica", through_replica, &appends, "append and delivery"),
+        row("lone mutation, through a gateway in JSON", through_gateway, &requests, "the same and a bare request"),
     ])
+}
+
+/// Answers each request with what it brought, on a connection of its own as a gateway does.
+async fn echo(client: Client, mut requests: Subscriber) {
+    while let Some(request) = requests.next().await {
+        if let Some(reply) = request.reply
+            && client.publish(reply, request.payload).await.is_err()
+        {
+            return;
+        }
+    }
 }
 
 /// The median.

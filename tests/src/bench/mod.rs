@@ -87,6 +87,7 @@ pub const LINES: [&str; 6] = ["fold", "lone", "many", "operations", "restore", "
 /// # Errors
 /// When a line could not be measured at all. That a goal is not met is no error.
 pub async fn run(options: &Options, mut tell: impl FnMut(&Row)) -> Result<Report, Error> {
+    std::fs::create_dir_all(&options.folder)?;
     let mut report = Report::new();
     for line in LINES {
         if options.only.as_deref().is_some_and(|only| !line.contains(only)) {

@@ -21,10 +21,10 @@ pub struct Row {
     pub other_name: String,
     /// Ours over the other one in the sense "bigger is better".
     pub ratio: f64,
-    /// The ratio that is wanted at least.
-    pub target: f64,
+    /// The ratio that is wanted at least; `None` for a figure that explains others.
+    pub target: Option<f64>,
     /// Whether it was reached.
-    pub met: bool,
+    pub met: Option<bool>,
     /// Under which conditions, and how far the runs lay apart.
     pub conditions: String,
 }
@@ -44,13 +44,14 @@ impl Row {
         let spread = format!("runs {} to {}", shown(ours.least()), shown(ours.most()));
         let ours = ours.median();
         let other_name = "limit".to_owned();
-        Self { name, unit, ours, other, other_name, ratio, target: 1.0, met: ratio >= 1.0, conditions: spread }
+        let row = Self { name, unit, ours, other, other_name, ratio, target: None, met: None, conditions: spread };
+        row.against_target(1.0)
     }
 
     /// The ratio was taken in another way than from the two medians: run by run, say.
     pub(super) fn with_ratio(mut self, ratio: f64) -> Self {
         self.ratio = ratio;
-        self.met = ratio >= self.target;
+        self.met = self.target.map(|target| ratio >= target);
         self
     }
 
@@ -60,8 +61,14 @@ impl Row {
     }
 
     pub(super) fn against_target(mut self, target: f64) -> Self {
-        self.target = target;
-        self.met = self.ratio >= target;
+        self.target = Some(target);
+        self.met = Some(self.ratio >= target);
+        self
+    }
+
+    /// No goal: the figure explains another one.
+    pub(super) fn to_explain(mut self) -> Self {
+        (self.target, self.met) = (None, None);
         self
     }
 
@@ -73,15 +80,15 @@ impl Row {
     /// One line for people.
     pub fn line(&self) -> String {
         format!(
-            "{:<58} {:>11} {:<9} {:>11} {:<27} {:>6.2}  {:>5.2}  {}",
+            "{:<58} {:>11} {:<9} {:>11} {:<27} {:>6.2}  {:>5}  {}",
             self.name,
             shown(self.ours),
             self.unit,
             shown(self.other),
             self.other_name,
             self.ratio,
-            self.target,
-            if self.met { "met" } else { "NOT MET" }
+            self.target.map_or_else(|| "-".to_owned(), |target| format!("{target:.2}")),
+            self.met.map_or("", |met| if met { "met" } else { "NOT MET" })
         )
     }
 }
@@ -201,8 +208,10 @@ mod tests {
     #[test]
     fn bigger_is_better_in_every_ratio() {
         let runs = Runs::new(vec![2.0]);
-        assert!(Row::rate("r", "/s", &runs, 1.0).met && !Row::cost("c", "s", &runs, 1.0).met);
-        assert!(Row::cost("c", "s", &runs, 1.0).against_target(0.5).met);
+        assert_eq!(Row::rate("r", "/s", &runs, 1.0).met, Some(true));
+        assert_eq!(Row::cost("c", "s", &runs, 1.0).met, Some(false));
+        assert_eq!(Row::cost("c", "s", &runs, 1.0).to_explain().with_ratio(9.0).met, None);
+        assert_eq!(Row::cost("c", "s", &runs, 1.0).against_target(0.5).met, Some(true));
     }
 
     #[test]

@@ -16,13 +16,18 @@ use super::{Error, Options};
 const GOAL: f64 = 0.5;
 const NODES: usize = 20;
 const LOOKS: usize = 2_000;
+/// Revisions that are in use, whatever the others are: leased, or on the pages that are asked for.
+const IN_USE: usize = 1_000;
+const PAGE: usize = 100;
 /// Revisions that one tick moves a step colder.
 const MOVED: u64 = 16;
 
 /// Microseconds of one of each.
 struct Figures {
     page: Vec<f64>,
+    any_page: Vec<f64>,
     lease: Vec<f64>,
+    any_lease: Vec<f64>,
     plan: Vec<f64>,
     tick: Vec<f64>,
 }
@@ -34,16 +39,21 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
         Row::cost(what, "us", &Runs::new(many), Runs::new(few).median())
             .against(format!("among {}", options.few_revisions))
             .against_target(GOAL)
-            .under(format!("{how}; one thread, time on its core; among {} revisions", options.many_revisions))
+            .under(format!(
+                "{how}; one thread, time on its core; {} revisions beside {}",
+                options.many_revisions, options.few_revisions
+            ))
     };
     Ok(vec![
-        row("list page of 100", many.page, few.page, "pages that begin anywhere"),
+        row("list page of 100", many.page, few.page, "1,000 revisions page by page, again and again"),
+        row("list page of 100 that begins anywhere", many.any_page, few.any_page, "not asked for lately").to_explain(),
         row(
             "lease command",
             many.lease,
             few.lease,
-            "an envelope of one command: granted and released in turns, on any revision",
+            "on 1,000 revisions in use: an envelope of one command, granted and released in turns",
         ),
+        row("lease command on any revision", many.any_lease, few.any_lease, "not touched lately").to_explain(),
         row("AUTO tick that looks", many.plan, few.plan, "State::plan_round"),
         row("AUTO tick that moves 16", many.tick, few.tick, "RelievePressure folded, each on another node"),
     ])
@@ -51,13 +61,32 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
 
 fn figures(revisions: usize, options: &Options) -> Result<Figures, Error> {
     let mut world = World::with(revisions, NODES, MigrationMode::Auto)?;
-    let mut found = Figures { page: Vec::new(), lease: Vec::new(), plan: Vec::new(), tick: Vec::new() };
-    for run in 0..options.runs {
-        let places: Vec<RevisionIdentity> =
-            (0..LOOKS).map(|n| identity((run * LOOKS + n).wrapping_mul(7_919 * 7_907) % revisions)).collect();
-        found.page.push(pages(&world.state, &places)?);
-        found.lease.push(leases(&mut world, &places, run)?);
+    let mut found = Figures {
+        page: Vec::new(),
+        any_page: Vec::new(),
+        lease: Vec::new(),
+        any_lease: Vec::new(),
+        plan: Vec::new(),
+        tick: Vec::new(),
+    };
+    let places = |place: &dyn Fn(usize) -> usize| (0..LOOKS).map(|n| identity(place(n))).collect::<Vec<_>>();
+    // All over the order of identities, which makes it hard.
+    let scattered = |n: usize| n.wrapping_mul(7_919 * 7_907) % revisions;
+    let in_use = places(&|n| scattered(n % IN_USE));
+    let pages_in_use = places(&|n| scattered(n % (IN_USE / PAGE)));
+    // The first time makes them those in use.
+    for run in 0..=options.runs {
+        let (page, lease) = (pages(&world.state, &pages_in_use)?, leases(&mut world, &in_use, run)?);
+        if run > 0 {
+            found.page.push(page);
+            found.lease.push(lease);
+        }
         found.plan.push(plans(&world.state));
+    }
+    for run in options.runs + 1..=2 * options.runs {
+        let anywhere = places(&|n| scattered(run * LOOKS + n));
+        found.any_page.push(pages(&world.state, &anywhere)?);
+        found.any_lease.push(leases(&mut world, &anywhere, run)?);
     }
     // A node is at rest again only after a while, so that every tick is on another one.
     for n in 0..NODES {
@@ -76,7 +105,8 @@ fn pages(state: &State, places: &[RevisionIdentity]) -> Result<f64, Error> {
         .iter()
         .map(|at| [at.namespace.as_str(), at.resource_id.as_str(), at.revision.as_str(), "1"].join("\u{1f}"));
     let requests = tokens.map(|page_token| {
-        let request: ListRequest = serde_json::from_value(serde_json::json!({"limit": 100, "page_token": page_token}))?;
+        let request: ListRequest =
+            serde_json::from_value(serde_json::json!({"limit": PAGE, "page_token": page_token}))?;
         Ok(request)
     });
     let requests = requests.collect::<Result<Vec<ListRequest>, Error>>()?;

@@ -46,6 +46,11 @@ impl Site {
         Ok(Self { client, streams, server, _folder: folder })
     }
 
+    /// One more connection.
+    pub async fn connect(&self) -> Result<Client, Error> {
+        Ok(connect(&self.server.url(), "bench", CONNECT_PATIENCE).await?)
+    }
+
     /// A replica as a workflow worker runs one: without events, snapshots and announcements.
     pub async fn replica(&self) -> Result<Replica, Error> {
         let log = Arc::new(JetStreamLog::new(&self.streams));

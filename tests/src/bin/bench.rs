@@ -65,8 +65,8 @@ async fn main() -> ExitCode {
     match written.and_then(|bytes| std::fs::write(&path, bytes)) {
         Ok(()) => println!(
             "bench: {} of {} met; {}",
-            report.rows.iter().filter(|row| row.met).count(),
-            report.rows.len(),
+            report.rows.iter().filter(|row| row.met == Some(true)).count(),
+            report.rows.iter().filter(|row| row.met.is_some()).count(),
             path.display()
         ),
         Err(error) => {

@@ -38,6 +38,12 @@ impl Violation {
 
 /// Everything that one state can show by itself.
 pub(crate) fn check(state: &State) -> Result<(), Violation> {
+    check_records(state)?;
+    index_is_true::check(state)
+}
+
+/// Everything that its records can show.
+pub(crate) fn check_records(state: &State) -> Result<(), Violation> {
     one_manifest::check(state)?;
     complete_before_ready::check(state)?;
     immutable_after_ready::check(state)?;
@@ -45,8 +51,7 @@ pub(crate) fn check(state: &State) -> Result<(), Violation> {
     terminal_is_quiet::check(state)?;
     replacement_order::check(state)?;
     state_table::check(state)?;
-    operations::check(state)?;
-    index_is_true::check(state)
+    operations::check(state)
 }
 
 /// What only two states can show: `after` follows from `before` by one entry. O(state), for simulation.
