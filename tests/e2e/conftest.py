@@ -90,6 +90,16 @@ class Site:
         self.settled(which)
         self.cli.json("rm", name_of(which), "--wait")
 
+    def comes_to_rest(self, deadline_s=60):
+        """Waits for what earlier tests left moving: an AUTO revision that was read goes on by itself after its cooldown."""
+        moves = ("RUNNABLE", "CLAIMED", "BACKING_OFF")
+
+        def rests():
+            active = self.verbs.steady("list_operations", {"limit": 1000})["operations"]
+            return not any(one["status"] in moves or one["park_reason"] == "COOLDOWN" for one in active)
+
+        wait_until(rests, deadline_s, "no operation goes on by itself")
+
     def everything(self):
         """What a refused request must leave as it was."""
         return {
@@ -108,6 +118,14 @@ def name_of(which):
     tenant = which.get("tenant_id", "default")
     prefix = "" if tenant == "default" else f"{tenant}:"
     return f"{prefix}{which['namespace']}/{which['resource_id']}@{which['revision']}#{which['weight_generation']}"
+
+
+def difference(before, after):
+    """What is in only one of two lists, or under a key of only one of two maps, or differs there."""
+    if isinstance(before, dict):
+        keys = before.keys() | after.keys()
+        return {key: (before.get(key), after.get(key)) for key in sorted(keys) if before.get(key) != after.get(key)}
+    return [one for one in before if one not in after], [one for one in after if one not in before]
 
 
 @pytest.fixture(scope="session")
@@ -172,10 +190,11 @@ def unchanged():
     """`with unchanged(site):` holds only if revisions, operations and the tiers' files are afterwards what they were."""
     @contextlib.contextmanager
     def check(site):
+        site.comes_to_rest()
         before = site.everything()
         yield
         after = site.everything()
         for part in before:
-            assert after[part] == before[part], f"{part} changed"
+            assert after[part] == before[part], f"{part} changed: {difference(before[part], after[part])}"
 
     return check

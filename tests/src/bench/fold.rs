@@ -48,7 +48,7 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
         Row::rate("fold of decoded envelopes", "/s", &alone, GOAL).under(format!("{conditions}; {by_the_wall}")),
         Row::rate("fold with checksum and decoding", "/s", &Runs::new(decoding), alone.median())
             .against("the fold alone")
-            .to_explain()
+            .explaining()
             .under(conditions),
     ])
 }

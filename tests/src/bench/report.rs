@@ -67,7 +67,7 @@ impl Row {
     }
 
     /// No goal: the figure explains another one.
-    pub(super) fn to_explain(mut self) -> Self {
+    pub(super) fn explaining(mut self) -> Self {
         (self.target, self.met) = (None, None);
         self
     }
@@ -210,7 +210,7 @@ mod tests {
         let runs = Runs::new(vec![2.0]);
         assert_eq!(Row::rate("r", "/s", &runs, 1.0).met, Some(true));
         assert_eq!(Row::cost("c", "s", &runs, 1.0).met, Some(false));
-        assert_eq!(Row::cost("c", "s", &runs, 1.0).to_explain().with_ratio(9.0).met, None);
+        assert_eq!(Row::cost("c", "s", &runs, 1.0).explaining().with_ratio(9.0).met, None);
         assert_eq!(Row::cost("c", "s", &runs, 1.0).against_target(0.5).met, Some(true));
     }
 

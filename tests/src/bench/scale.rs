@@ -46,14 +46,14 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     };
     Ok(vec![
         row("list page of 100", many.page, few.page, "1,000 revisions page by page, again and again"),
-        row("list page of 100 that begins anywhere", many.any_page, few.any_page, "not asked for lately").to_explain(),
+        row("list page of 100 that begins anywhere", many.any_page, few.any_page, "not asked for lately").explaining(),
         row(
             "lease command",
             many.lease,
             few.lease,
             "on 1,000 revisions in use: an envelope of one command, granted and released in turns",
         ),
-        row("lease command on any revision", many.any_lease, few.any_lease, "not touched lately").to_explain(),
+        row("lease command on any revision", many.any_lease, few.any_lease, "not touched lately").explaining(),
         row("AUTO tick that looks", many.plan, few.plan, "State::plan_round"),
         row("AUTO tick that moves 16", many.tick, few.tick, "RelievePressure folded, each on another node"),
     ])
