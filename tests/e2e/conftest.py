@@ -90,15 +90,20 @@ class Site:
         self.settled(which)
         self.cli.json("rm", name_of(which), "--wait")
 
-    def comes_to_rest(self, deadline_s=60):
-        """Waits for what earlier tests left moving: an AUTO revision that was read goes on by itself after its cooldown."""
+    def at_rest(self, deadline_s=60):
+        """`everything`, once nothing moves that earlier tests left: an AUTO revision that was read goes on by itself after its
+        cooldown, and a node writes down what it was told a moment after the teller has heard of it."""
         moves = ("RUNNABLE", "CLAIMED", "BACKING_OFF")
+        seen = []
 
         def rests():
             active = self.verbs.steady("list_operations", {"limit": 1000})["operations"]
-            return not any(one["status"] in moves or one["park_reason"] == "COOLDOWN" for one in active)
+            seen.append(self.everything())
+            moving = any(one["status"] in moves or one["park_reason"] == "COOLDOWN" for one in active)
+            return not moving and len(seen) > 1 and seen[-1] == seen[-2]
 
-        wait_until(rests, deadline_s, "no operation goes on by itself")
+        wait_until(rests, deadline_s, "nothing moves by itself", poll_s=0.2)
+        return seen[-1]
 
     def everything(self):
         """What a refused request must leave as it was."""
@@ -190,10 +195,9 @@ def unchanged():
     """`with unchanged(site):` holds only if revisions, operations and the tiers' files are afterwards what they were."""
     @contextlib.contextmanager
     def check(site):
-        site.comes_to_rest()
-        before = site.everything()
+        before = site.at_rest()
         yield
-        after = site.everything()
+        after = site.at_rest()
         for part in before:
             assert after[part] == before[part], f"{part} changed: {difference(before[part], after[part])}"
 
