@@ -1,5 +1,5 @@
 //! How validated texts are read and written: straight from and to the bytes, without a `String` of their own. Every entry of the
-//! log is full of them, and each replica encodes every entry once more for its digest.
+//! log is full of them, and each replica encodes its outcomes for the digest chain.
 
 use std::fmt;
 use std::marker::PhantomData;
