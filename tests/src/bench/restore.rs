@@ -6,7 +6,7 @@ use std::time::Instant;
 use ballast_journal::{
     JetStreamLog, JetStreamSnapshots, Log, Replica, ReplicaOptions, SnapshotStore, decode_snapshot, encode_snapshot,
 };
-use ballast_schemas::{CLOCK_STEP_MS_MAX, COMMAND_WINDOW_MS, Command, MigrationMode};
+use ballast_schemas::MigrationMode;
 use ballast_workflows::State;
 
 use super::report::{Row, Runs, on_core, resident_bytes, shown};
@@ -16,16 +16,12 @@ use super::{Error, Options};
 
 const RESTORE_SECONDS: f64 = 2.0;
 const REVISION_BYTES: f64 = 2048.0;
-const NOT_REMEMBERED_AFTER_MS: u64 = 2 * COMMAND_WINDOW_MS;
 
 pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     let (mut world, first) = World::new()?;
     let mut log_entries = vec![first];
-    log_entries.extend(world.publish(options.restore_revisions, 4, MigrationMode::Auto)?);
-    // Until what is remembered against repeats of the imports is forgotten: the revisions are at rest.
-    for _ in 0..2 * NOT_REMEMBERED_AFTER_MS / CLOCK_STEP_MS_MAX {
-        log_entries.push(world.append(CLOCK_STEP_MS_MAX, vec![Command::Tick])?.0);
-    }
+    world.publish(options.restore_revisions, 4, MigrationMode::Auto, |entry| log_entries.push(entry))?;
+    log_entries.extend(world.come_to_rest()?);
     let memory = memory(options, &world.state)?;
     let restore = restore(options, &world.state, log_entries).await?;
     Ok(vec![restore, memory])

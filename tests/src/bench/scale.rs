@@ -61,6 +61,7 @@ pub(super) fn measure(options: &Options) -> Result<Vec<Row>, Error> {
 
 fn figures(revisions: usize, options: &Options) -> Result<Figures, Error> {
     let mut world = World::with(revisions, NODES, MigrationMode::Auto)?;
+    world.come_to_rest()?;
     let mut found = Figures {
         page: Vec::new(),
         any_page: Vec::new(),

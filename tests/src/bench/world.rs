@@ -10,6 +10,8 @@ use super::Error;
 const START_UNIX_NS: u64 = 1_800_000_000_000_000_000;
 /// Of one revision.
 pub(super) const MODEL_BYTES: u64 = 64 << 20;
+/// What a command leaves behind against its repeats is remembered for so long.
+const REMEMBERED_MS: u64 = 2 * COMMAND_WINDOW_MS;
 /// Commands of one envelope while the world is built: a commit with its receipt has some 1,400 bytes.
 const BUILD_COMMANDS: usize = 100;
 
@@ -185,7 +187,7 @@ impl World {
     /// A new cluster with `revisions` published ones of `mode`, spread over `nodes` nodes.
     pub fn with(revisions: usize, nodes: usize, mode: MigrationMode) -> Result<Self, Error> {
         let (mut world, _) = Self::new()?;
-        world.publish(revisions, nodes, mode)?;
+        world.publish(revisions, nodes, mode, drop)?;
         Ok(world)
     }
 
@@ -196,22 +198,33 @@ impl World {
         Ok((world, first))
     }
 
-    /// Publishes `revisions` revisions of `mode`, spread over `nodes` nodes; the entries that did.
-    pub fn publish(&mut self, revisions: usize, nodes: usize, mode: MigrationMode) -> Result<Vec<Entry>, Error> {
-        let mut entries = Vec::new();
+    /// Publishes `revisions` revisions of `mode`, spread over `nodes` nodes; `keep` gets the entries that did.
+    pub fn publish(
+        &mut self,
+        revisions: usize,
+        nodes: usize,
+        mode: MigrationMode,
+        mut keep: impl FnMut(Entry),
+    ) -> Result<(), Error> {
         for first in (0..revisions).step_by(BUILD_COMMANDS) {
             let batch: Vec<(RevisionIdentity, NodeId)> =
                 (first..revisions.min(first + BUILD_COMMANDS)).map(|n| (identity(n), node(n % nodes))).collect();
             // Far enough apart that what is remembered of the imports is forgotten as it would be.
             let begun = batch.iter().map(|(identity, node)| begin(identity, node, mode)).collect();
-            entries.push(self.append(1_000, begun)?.0);
+            keep(self.append(1_000, begun)?.0);
             let instances = batch.iter().filter_map(|(identity, _)| self.state.revision(identity));
             let committed =
                 instances.zip(&batch).map(|(found, (identity, node))| commit(identity, &found.instance, node));
             let committed = committed.collect();
-            entries.push(self.append(1_000, committed)?.0);
+            keep(self.append(1_000, committed)?.0);
         }
-        Ok(entries)
+        Ok(())
+    }
+
+    /// Lets the log clock pass until what is remembered against repeats is forgotten; the entries that did.
+    pub fn come_to_rest(&mut self) -> Result<Vec<Entry>, Error> {
+        let ticks = 2 * REMEMBERED_MS / CLOCK_STEP_MS_MAX;
+        (0..ticks).map(|_| Ok(self.append(CLOCK_STEP_MS_MAX, vec![Command::Tick])?.0)).collect()
     }
 
     /// Folds an envelope stored `after_ms` after the last one; every command must be accepted.
