@@ -40,7 +40,7 @@ pub(crate) struct LossWatch {
     failpoint: Failpoint,
     /// Since when a node of some placement has not been heard of.
     away: BTreeMap<NodeId, Instant>,
-    /// How an instance looked when its repair was last asked for.
+    /// How an instance looked when its repair last began.
     tried: BTreeMap<InstanceId, (Look, Instant)>,
 }
 
@@ -147,15 +147,19 @@ impl LossWatch {
         }
         let follows = self.replica.read(|state| verdict(state, metadata, &held, evidence, index.as_ref()));
         let Some(command) = follows.filter(|command| !self.was_tried(metadata, command, &held)) else { return true };
-        if matches!(command, Command::StartRepair(_)) {
-            self.tried.insert(metadata.instance.clone(), (look_of(&held), Instant::now()));
-        }
+        let repairs = matches!(command, Command::StartRepair(_));
         let (revision, name) = (&metadata.identity, command_name(&command));
         self.failpoint.strike("loss", name, Side::Before);
         let told = self.replica.submit(command).await;
         self.failpoint.strike("loss", name, Side::After);
         match told {
-            Ok((_, Ok(_))) => tracing::info!(%revision, command = name, "told the log"),
+            Ok((_, Ok(_))) => {
+                tracing::info!(%revision, command = name, "told the log");
+                // Only what began was tried: a refusal says that the record moved on.
+                if repairs {
+                    self.tried.insert(metadata.instance.clone(), (look_of(&held), Instant::now()));
+                }
+            }
             // The record or the nodes moved on: the next look decides anew.
             Ok((_, Err(rejection))) => {
                 tracing::debug!(%revision, command = name, reason = rejection.message, "not wanted");

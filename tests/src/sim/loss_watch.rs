@@ -1,6 +1,6 @@
 //! The loss watch of a workflow worker: asks the nodes of a published revision what they hold, and tells the log what follows,
-//! as the product's does. What follows is the product's own `verdict`. A repair that was asked for on the same look is not
-//! asked for again for a while.
+//! as the product's does. What follows is the product's own `verdict`. A repair that began on the same look is not asked for
+//! again for a while.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -23,7 +23,7 @@ const REPAIR_AGAIN: u64 = 600 * SECOND;
 
 /// What a group looked like.
 type Look = Vec<(NodeId, Bitmap, Bitmap)>;
-/// What repairs were asked for, on which look, and when.
+/// What repairs began, on which look, and when.
 type Tried = BTreeMap<InstanceId, (Look, u64)>;
 
 /// Watches for as long as its process lives.
@@ -62,19 +62,22 @@ async fn look_at(replica: &Replica, record: &WeightRevisionMetadata, tried: &mut
         }
     }
     let Some(command) = replica.read(|state| verdict(state, record, &held, evidence, None)) else { return };
-    if matches!(command, Command::StartRepair(_)) {
+    let look = look_of(&held);
+    let repairs = matches!(command, Command::StartRepair(_));
+    if repairs {
         if w.bug(Bug::LossNotRepaired) {
             return;
         }
-        let look = look_of(&held);
         if tried.get(&record.instance).is_some_and(|(last, at)| *last == look && w.now() < at + REPAIR_AGAIN) {
             return;
         }
-        tried.insert(record.instance.clone(), (look, w.now()));
     }
     let id = w.command_id();
     looked_at(w, &id, Some(looked));
-    replica.submit_as(id, None, command).await;
+    let began = matches!(replica.submit_as(id, None, command).await, Some((_, Ok(_))));
+    if repairs && began {
+        tried.insert(record.instance.clone(), (look, w.now()));
+    }
 }
 
 /// Under the last effect that the log authorised: an older one that is still under way is refused from then on.
