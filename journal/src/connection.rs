@@ -93,6 +93,8 @@ fn options(name: &str) -> ConnectOptions {
             async move { next.map(|server| ReconnectToServer { addr: server.addr, delay: None }) }
         })
         .name(name)
+        // A fork would count on where its parent stood, as would its siblings, and they would hear each other's replies.
+        .custom_inbox_prefix(format!("_INBOX.{}", uuid::Uuid::new_v4().simple()))
         .ping_interval(PING_INTERVAL)
         .connection_timeout(CONNECT_TIMEOUT)
         .request_timeout(Some(REQUEST_TIMEOUT))

@@ -2,7 +2,7 @@
 //! import behind.
 
 use std::future::Future;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::Duration;
 
 use ballast_client::Gateway;
@@ -18,25 +18,40 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 /// How long a call that failed or was interrupted waits until its lease is released and its import aborted.
 const SETTLE_PATIENCE: Duration = Duration::from_secs(3);
 
-/// The runtime of this process. A fork has none of its parent's threads and gets one of its own.
-static RUNTIME: Mutex<Option<(u32, &'static Runtime)>> = Mutex::new(None);
+/// The runtime of this process. A fork has none of its parent's threads and gets one of its own. No lock, which a fork could
+/// inherit held.
+static RUNTIME: AtomicPtr<Own> = AtomicPtr::new(std::ptr::null_mut());
+
+/// A runtime, and the process whose threads it has.
+struct Own {
+    process: u32,
+    runtime: Runtime,
+}
 
 /// The runtime that everything runs on. It lives as long as the process.
 pub(crate) fn runtime() -> Result<&'static Runtime, BallastError> {
-    let mut current = RUNTIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let process = std::process::id();
-    if let Some((owner, runtime)) = *current
-        && owner == process
+    let current = RUNTIME.load(Ordering::Acquire);
+    // SAFETY: null, or a box that was leaked below.
+    if let Some(own) = unsafe { current.as_ref() }
+        && own.process == process
     {
-        return Ok(runtime);
+        return Ok(&own.runtime);
     }
     let made = tokio::runtime::Builder::new_multi_thread().thread_name("ballast").enable_all().build();
     let made = made.map_err(|error| {
         BallastError::new(ErrorCode::Unavailable, format!("the runtime of the client does not start: {error}"))
     })?;
-    let runtime: &'static Runtime = Box::leak(Box::new(made));
-    *current = Some((process, runtime));
-    Ok(runtime)
+    let made = Box::into_raw(Box::new(Own { process, runtime: made }));
+    match RUNTIME.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: leaked, so that it lives as long as the process.
+        Ok(_) => Ok(unsafe { &(*made).runtime }),
+        Err(_) => {
+            // SAFETY: nobody else has seen it. Another thread was faster.
+            unsafe { Box::from_raw(made) }.runtime.shutdown_background();
+            runtime()
+        }
+    }
 }
 
 /// Ends a call from another thread.

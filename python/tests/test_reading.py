@@ -181,16 +181,49 @@ def test_an_exit_without_a_close_releases_the_lease(cluster, store, name):
 
 
 def test_a_fork_has_connections_of_its_own(store, name):
+    # Again and again, and while the parent reads: what its threads wait for at that moment is gone in the child.
     identity = publish(store, tensors(32), name)
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if store.weight_is_exist(identity) and len(ballast.load(identity, store=store)) == 6 else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            ballast.load(identity, store=store)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(40):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os._exit(0 if store.weight_is_exist(identity) and len(ballast.load(identity, store=store)) == 6 else 1)
+                finally:
+                    os._exit(2)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
     assert store.weight_is_exist(identity)
     until(lambda: leases(store, identity) == 0, seconds=90)
+
+
+def test_forks_do_not_hear_each_other(store, name):
+    # What their parent would have called its next requests, all of them would.
+    models = [(publish(store, {"w": np.full(8, at)}, f"{name}-{at}"), at) for at in range(6)]
+    children = []
+    for identity, at in models:
+        child = os.fork()
+        if child == 0:
+            try:
+                read = (ballast.load(identity, store=store)["w"] for _ in range(20))
+                os._exit(0 if all((values == at).all() for values in read) else 1)
+            finally:
+                os._exit(2)
+        children.append(child)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ends == [0] * len(models)
 
 
 def test_a_fork_that_ends_does_not_let_go_of_what_its_parent_holds(cluster, store, name):

@@ -5,7 +5,8 @@ use ballast_tests::bench::{Options, run};
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_line_of_the_benchmarks_gives_a_figure() {
     let folder = tempfile::tempdir().unwrap();
-    let report = run(&Options::short(folder.path().to_owned()), |row| println!("{}", row.line())).await.unwrap();
+    let options = Options::short(env!("CARGO_BIN_EXE_bench").into(), folder.path().to_owned());
+    let report = run(&options, |row| println!("{}", row.line())).await.unwrap();
     let names: Vec<&str> = report.rows.iter().map(|row| row.name.as_str()).collect();
     for line in [
         "fold of decoded envelopes",

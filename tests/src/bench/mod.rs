@@ -18,6 +18,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use report::{Report, Row};
+pub use restore::resident_of;
 
 /// Why a line has no figure.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -39,6 +40,8 @@ pub struct Options {
     pub few_revisions: usize,
     /// And again among so many.
     pub many_revisions: usize,
+    /// The `bench` program, which measures its own memory.
+    pub program: PathBuf,
     /// Where the server keeps its log; it must be a disk for a sync to mean anything.
     pub folder: PathBuf,
     /// A Python with DBOS, and the script that measures it.
@@ -49,7 +52,7 @@ pub struct Options {
 
 impl Options {
     /// What `make bench` measures.
-    pub fn full(folder: PathBuf) -> Self {
+    pub fn full(program: PathBuf, folder: PathBuf) -> Self {
         Self {
             runs: 5,
             run_time: Duration::from_secs(3),
@@ -58,6 +61,7 @@ impl Options {
             restore_revisions: 100_000,
             few_revisions: 1_000,
             many_revisions: 1_000_000,
+            program,
             folder,
             dbos: None,
             only: None,
@@ -65,7 +69,7 @@ impl Options {
     }
 
     /// Sizes at which the figures mean nothing: that there are figures is all that this shows.
-    pub fn short(folder: PathBuf) -> Self {
+    pub fn short(program: PathBuf, folder: PathBuf) -> Self {
         Self {
             runs: 1,
             run_time: Duration::from_millis(200),
@@ -74,7 +78,7 @@ impl Options {
             restore_revisions: 100,
             few_revisions: 100,
             many_revisions: 400,
-            ..Self::full(folder)
+            ..Self::full(program, folder)
         }
     }
 }

@@ -1,10 +1,13 @@
 //! A replica that starts from a snapshot in the server's store, and the memory that a revision at rest takes.
 
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_journal::{
-    JetStreamLog, JetStreamSnapshots, Log, Replica, ReplicaOptions, SnapshotStore, decode_snapshot, encode_snapshot,
+    JetStreamLog, JetStreamSnapshots, Log, Replica, ReplicaOptions, SnapshotName, SnapshotStore, decode_snapshot,
+    encode_snapshot,
 };
 use ballast_schemas::MigrationMode;
 use ballast_workflows::State;
@@ -16,6 +19,8 @@ use super::{Error, Options};
 
 const RESTORE_SECONDS: f64 = 2.0;
 const REVISION_BYTES: f64 = 2048.0;
+/// States that the memory of a revision is measured with.
+const STATES: usize = 3;
 
 pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     let (mut world, first) = World::new()?;
@@ -59,18 +64,42 @@ async fn restore(options: &Options, state: &State, log_entries: Vec<Entry>) -> R
     )))
 }
 
-/// Resident bytes before and after a state is made from a snapshot's records, as a replica that started holds it.
+/// Resident bytes before and after a state is made from a snapshot's records, as a replica that started holds it. In a process
+/// of its own: memory that was used before and is free would be used again, and seem to cost nothing.
 fn memory(options: &Options, state: &State) -> Result<Row, Error> {
-    let mut per_revision = Vec::new();
     let (name, bytes) = encode_snapshot(state)?;
-    let mut kept = Vec::new();
-    for _ in 0..options.runs.min(3) {
+    let file = options.folder.join(name.to_string());
+    std::fs::write(&file, bytes)?;
+    let output = Command::new(&options.program).arg("--resident-of").arg(&file).output()?;
+    std::fs::remove_file(&file)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let grown = said.lines().map(str::parse).collect::<Result<Vec<f64>, _>>();
+    let grown = grown.ok().filter(|grown| output.status.success() && !grown.is_empty());
+    let Some(grown) = grown else {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{} measured nothing: {said}{errors}", options.program.display()).into());
+    };
+    let per_revision = grown.into_iter().map(|bytes| bytes / options.restore_revisions as f64).collect();
+    Ok(Row::cost("memory of a revision at rest", "B", &Runs::new(per_revision), REVISION_BYTES).under(format!(
+        "resident memory of {} restored revisions, with every index; in a process that does nothing else",
+        options.restore_revisions
+    )))
+}
+
+/// By how much the memory of this process grows with every state that it makes from the snapshot in `file` and keeps.
+///
+/// # Errors
+/// When the file is not a snapshot.
+pub fn resident_of(file: &Path) -> Result<Vec<u64>, Error> {
+    let name: SnapshotName = file.file_name().and_then(|name| name.to_str()).unwrap_or_default().parse()?;
+    let bytes = std::fs::read(file)?;
+    // The first one leaves what decoding needed for a while, and the others find that again.
+    let mut kept = vec![decode_snapshot(&name, &bytes)?];
+    let mut grown = Vec::new();
+    for _ in 0..STATES {
         let before = resident_bytes();
-        // Kept, so that the next one does not find its memory again.
         kept.push(decode_snapshot(&name, &bytes)?);
-        per_revision.push(resident_bytes().saturating_sub(before) as f64 / options.restore_revisions as f64);
+        grown.push(resident_bytes().saturating_sub(before));
     }
-    drop(kept);
-    Ok(Row::cost("memory of a revision at rest", "B", &Runs::new(per_revision), REVISION_BYTES)
-        .under(format!("resident memory of {} restored revisions, with every index", options.restore_revisions)))
+    Ok(grown)
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use ballast_tests::bench::{Options, Report, run};
+use ballast_tests::bench::{Options, Report, resident_of, run};
 use clap::Parser;
 
 /// As in the `ballast` program.
@@ -35,18 +35,40 @@ struct Arguments {
     /// Sizes at which the figures mean nothing.
     #[arg(long)]
     short: bool,
+    /// Only says by how many bytes this process grows with each state that it makes from this snapshot.
+    #[arg(long, hide = true)]
+    resident_of: Option<PathBuf>,
 }
 
 #[tokio::main]
 async fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    if let Some(snapshot) = arguments.resident_of {
+        return match resident_of(&snapshot) {
+            Ok(grown) => {
+                grown.iter().for_each(|bytes| println!("{bytes}"));
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("bench: {}: {error}", snapshot.display());
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let program = match std::env::current_exe() {
+        Ok(program) => program,
+        Err(error) => {
+            eprintln!("bench: where this program is can not be found out: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
     let folder = arguments.folder.clone();
     let sized = match arguments.short {
-        true => Options::short(folder),
+        true => Options::short(program, folder),
         false => Options {
             runs: arguments.runs.max(1),
             run_time: Duration::from_secs_f64(arguments.seconds.clamp(0.1, 600.0)),
-            ..Options::full(folder)
+            ..Options::full(program, folder)
         },
     };
     let options =
