@@ -2,6 +2,9 @@
 //! (an answer that arrives piece by piece). Short runs have loops of their own, whose copy is a few moves and no call;
 //! longer ones can go past the caches, which spares memory the reading of what is about to be overwritten.
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
 use super::error::CopyError;
 use super::region::{Loop, Region, rows, source_span};
 
@@ -41,8 +44,46 @@ pub(super) enum Stores {
 
 /// Shorter runs are not streamed: their ends, which share cache lines with others, would weigh too much.
 const STREAMED_BYTES_MIN: u64 = 256;
-/// Longer runs are not streamed here: copying them as one does better.
-const STREAMED_BYTES_MAX: u64 = 64 << 10;
+/// From here on the system's own copy may do better than streaming: [`LongRuns`] says.
+pub(super) const LONG_RUN_BYTES: u64 = 64 << 10;
+
+/// How long runs are copied. On one kind of processor streaming them is half as fast again as the system's copy of a few
+/// megabytes, on another it is the other way round. So the first pieces of a process try both, and the rest goes the faster way.
+pub(super) struct LongRuns {
+    /// Pieces that have begun to try.
+    tried: AtomicU32,
+    /// The least picoseconds that a byte has taken, by way: cached, streamed.
+    least: [AtomicU64; 2],
+}
+
+/// Of this process.
+pub(super) static LONG_RUNS: LongRuns =
+    LongRuns { tried: AtomicU32::new(0), least: [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)] };
+
+/// Pieces that try, in turns.
+const TRIES: u32 = 8;
+/// Shorter pieces tell nothing.
+const TRY_BYTES_MIN: u64 = 4 << 20;
+
+impl LongRuns {
+    /// Copies a piece of long runs of `bytes` altogether with `work`.
+    pub(super) fn copy<T>(&self, bytes: u64, work: impl FnOnce(Stores) -> T) -> T {
+        if bytes < TRY_BYTES_MIN || self.tried.load(Ordering::Relaxed) >= TRIES {
+            return work(self.faster());
+        }
+        let streams = self.tried.fetch_add(1, Ordering::Relaxed) % 2;
+        let started = Instant::now();
+        let done = work(if streams == 0 { Stores::Cached } else { Stores::Streamed });
+        let each = started.elapsed().as_nanos() * 1_000 / u128::from(bytes);
+        self.least[streams as usize].fetch_min(u64::try_from(each).unwrap_or(u64::MAX), Ordering::Relaxed);
+        done
+    }
+
+    fn faster(&self) -> Stores {
+        let [cached, streamed] = [0, 1].map(|way| self.least[way].load(Ordering::Relaxed));
+        if streamed < cached { Stores::Streamed } else { Stores::Cached }
+    }
+}
 
 /// Makes streamed stores visible in the order of other stores, before anyone is told of them.
 pub(super) fn finish_stores() {
@@ -160,7 +201,7 @@ pub(super) unsafe fn strided(source: *const u8, target: *mut u8, inner_bytes: u6
 unsafe fn blocks(source: *const u8, target: *mut u8, inner_bytes: u64, outer: Loop, rest: &[Loop], stores: Stores) {
     let bytes = inner_bytes as usize;
     #[cfg(target_arch = "x86_64")]
-    if stores == Stores::Streamed && (STREAMED_BYTES_MIN..=STREAMED_BYTES_MAX).contains(&inner_bytes) {
+    if stores == Stores::Streamed && inner_bytes >= STREAMED_BYTES_MIN {
         // SAFETY: as the caller promises, each run has `bytes` bytes.
         return unsafe { nest(Streamed { bytes }, source, target, outer, rest) };
     }
@@ -364,6 +405,25 @@ mod tests {
                     assert!(target == expected, "{stores:?}, {inner} bytes from {shift}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn long_runs_go_the_way_that_was_faster() {
+        for faster in [Stores::Cached, Stores::Streamed] {
+            let runs = LongRuns { tried: 0.into(), least: [u64::MAX.into(), u64::MAX.into()] };
+            assert_eq!(runs.copy(TRY_BYTES_MIN - 1, |stores| stores), Stores::Cached, "nothing is known yet");
+            let mut ways = Vec::new();
+            for _ in 0..TRIES {
+                runs.copy(TRY_BYTES_MIN, |stores| {
+                    ways.push(stores);
+                    // Said to be slower, far beyond what anything here takes.
+                    std::thread::sleep(std::time::Duration::from_millis(if stores == faster { 0 } else { 40 }));
+                });
+            }
+            assert!(ways.chunks(2).all(|pair| pair == [Stores::Cached, Stores::Streamed]));
+            assert_eq!(runs.copy(TRY_BYTES_MIN, |stores| stores), faster);
+            assert_eq!(runs.copy(1, |stores| stores), faster);
         }
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use ballast_schemas::manifest::Tensor;
 
-use super::copy::{Rows, Stores, check_bounds, finish_stores, strided};
+use super::copy::{LONG_RUN_BYTES, LONG_RUNS, Rows, Stores, check_bounds, finish_stores, strided};
 use super::error::CopyError;
 use super::plan::{Plan, SourceFragment};
 use super::region::Region;
@@ -26,7 +26,7 @@ pub(super) struct Cuts {
     pub(super) long_run_bytes: u64,
 }
 
-const CUTS: Cuts = Cuts { piece_bytes: 8 << 20, band_bytes: 512 << 10, long_run_bytes: 64 << 10 };
+const CUTS: Cuts = Cuts { piece_bytes: 8 << 20, band_bytes: 512 << 10, long_run_bytes: LONG_RUN_BYTES };
 /// What a region without rows is cut at multiples of.
 const LINE_BYTES: u64 = 64;
 /// Steps of regions through bands that one tensor may take.
@@ -71,8 +71,10 @@ struct Bands {
     to: u64,
     /// How many there are.
     of: u64,
-    /// How many are copied at a time.
-    step: u64,
+    /// Bytes of the regions in these, about.
+    bytes: u64,
+    /// Whether all runs are long: nothing is gained then from copying band by band.
+    long: bool,
 }
 
 /// Copies everything whose source is mapped. `source` gives the bytes of a source fragment, or `None` when they are not
@@ -161,10 +163,8 @@ fn cut(plan: &Plan, wanted: impl Fn(&Region) -> bool, cuts: Cuts) -> Vec<Piece> 
         let mut from = 0;
         while from < of {
             let to = (from + each).min(of);
-            pieces.push(Piece {
-                regions: start..end,
-                bands: Some(Bands { from, to, of, step: if long { each } else { 1 } }),
-            });
+            let share = (u128::from(bytes) * u128::from(to - from) / u128::from(of)) as u64;
+            pieces.push(Piece { regions: start..end, bands: Some(Bands { from, to, of, bytes: share, long }) });
             from = to;
         }
     }
@@ -236,24 +236,34 @@ impl Job<'_> {
 
     fn copy_piece(&self, piece: &Piece) -> Result<u64, CopyError> {
         let regions = &self.plan.regions[piece.regions.clone()];
-        let mut bytes = 0;
         let Some(bands) = piece.bands else {
+            let mut bytes = 0;
             for region in regions {
                 bytes += self.copy(region, 0..rows_of(region), Stores::Cached)?;
             }
             return Ok(bytes);
         };
+        match bands.long {
+            true => LONG_RUNS.copy(bands.bytes, |stores| self.copy_bands(regions, bands, stores)),
+            false => self.copy_bands(regions, bands, Stores::Streamed),
+        }
+    }
+
+    /// Copies some bands of one tensor's regions.
+    fn copy_bands(&self, regions: &[Region], bands: Bands, stores: Stores) -> Result<u64, CopyError> {
+        let mut bytes = 0;
         let tensor = &self.plan.tensors[regions[0].tensor as usize];
         let whole = tensor.nbytes().unwrap_or(0);
         let spans: Vec<Range<u64>> = regions.iter().map(|region| span_in_tensor(region, tensor)).collect();
         let place = |band: u64| (u128::from(whole) * u128::from(band) / u128::from(bands.of)) as u64;
+        let step = if bands.long { bands.to - bands.from } else { 1 };
         let mut from = bands.from;
         while from < bands.to {
-            let to = (from + bands.step).min(bands.to);
+            let to = (from + step).min(bands.to);
             for (region, span) in regions.iter().zip(&spans) {
                 let rows = rows_of(region);
                 let rows = rows_before(rows, span, place(from))..rows_before(rows, span, place(to));
-                bytes += self.copy(region, rows, Stores::Streamed)?;
+                bytes += self.copy(region, rows, stores)?;
             }
             from = to;
         }

@@ -3,12 +3,14 @@
 //!
 //! Nothing here asserts on time: the figures say whether a line is met.
 
+mod cluster;
 mod dbos;
 mod fold;
 mod lone;
 mod many;
 mod operations;
 mod report;
+mod reshard;
 mod restore;
 mod scale;
 mod site;
@@ -40,8 +42,12 @@ pub struct Options {
     pub few_revisions: usize,
     /// And again among so many.
     pub many_revisions: usize,
-    /// The `bench` program, which measures its own memory.
+    /// The `bench` program, which measures its own memory and runs the cluster.
     pub program: PathBuf,
+    /// Bytes of the model that is read in other shapes.
+    pub model_bytes: u64,
+    /// Tensors of the model that is planned for.
+    pub planned_tensors: usize,
     /// Where the server keeps its log; it must be a disk for a sync to mean anything.
     pub folder: PathBuf,
     /// A Python with DBOS, and the script that measures it.
@@ -61,6 +67,8 @@ impl Options {
             restore_revisions: 100_000,
             few_revisions: 1_000,
             many_revisions: 1_000_000,
+            model_bytes: 1 << 30,
+            planned_tensors: 100_000,
             program,
             folder,
             dbos: None,
@@ -78,13 +86,15 @@ impl Options {
             restore_revisions: 100,
             few_revisions: 100,
             many_revisions: 400,
+            model_bytes: 64 << 20,
+            planned_tensors: 200,
             ..Self::full(program, folder)
         }
     }
 }
 
 /// Lines, in the order they are measured; each gives one or more rows.
-pub const LINES: [&str; 6] = ["fold", "lone", "many", "operations", "restore", "scale"];
+pub const LINES: [&str; 7] = ["fold", "lone", "many", "operations", "restore", "scale", "reshard"];
 
 /// Measures every line that the options ask for; `tell` hears of each row at once.
 ///
@@ -103,7 +113,8 @@ pub async fn run(options: &Options, mut tell: impl FnMut(&Row)) -> Result<Report
             "many" => many::measure(options).await?,
             "operations" => operations::measure(options, &mut report.notes).await?,
             "restore" => restore::measure(options).await?,
-            _ => scale::measure(options)?,
+            "scale" => scale::measure(options)?,
+            _ => reshard::measure(options).await?,
         };
         rows.iter().for_each(&mut tell);
         report.rows.extend(rows);

@@ -20,7 +20,7 @@ struct Arguments {
     /// How long a run takes of the lines that count what is done in a while.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
-    /// Only the lines with this in their name: fold, lone, many, operations, restore, scale.
+    /// Only the lines with this in their name: fold, lone, many, operations, restore, scale, reshard.
     #[arg(long)]
     only: Option<String>,
     /// A Python that has DBOS; without it DBOS is left out.
@@ -40,9 +40,17 @@ struct Arguments {
     resident_of: Option<PathBuf>,
 }
 
+fn main() -> ExitCode {
+    // The cluster that is measured is this program too: of the same build.
+    if std::env::args().nth(1).is_some_and(|word| word == "ballast") {
+        let code = ballast_cli::main(std::env::args_os().skip(1));
+        return u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from);
+    }
+    measure(Arguments::parse())
+}
+
 #[tokio::main]
-async fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+async fn measure(arguments: Arguments) -> ExitCode {
     if let Some(snapshot) = arguments.resident_of {
         return match resident_of(&snapshot) {
             Ok(grown) => {
