@@ -99,7 +99,17 @@ trait Run: Copy {
     /// # Safety
     /// The run's bytes are readable at `source`, writable at `target`, and the two do not overlap.
     unsafe fn copy(self, source: *const u8, target: *mut u8);
+
+    /// The run at `source` is copied soon. It need not be there.
+    #[inline(always)]
+    fn expect(self, _source: *const u8) {}
 }
+
+/// How many runs ahead a run is expected.
+const RUNS_AHEAD: usize = 8;
+/// Longer runs are fetched ahead by the processor itself.
+#[cfg(target_arch = "x86_64")]
+const EXPECTED_BYTES_MAX: usize = 1024;
 
 /// Exactly N bytes.
 #[derive(Clone, Copy)]
@@ -146,6 +156,9 @@ impl Run for Any {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 64;
+
 /// Any number of bytes, whole cache lines of the target past the caches.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
@@ -158,12 +171,13 @@ impl Run for Streamed {
     #[inline(always)]
     unsafe fn copy(self, source: *const u8, target: *mut u8) {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-        const LINE: usize = 64;
         let head = target.align_offset(LINE).min(self.bytes);
         let lines = (self.bytes - head) / LINE;
         // SAFETY: as the caller promises; head, lines and tail make up the run, and the lines are aligned in the target.
         unsafe {
-            std::ptr::copy_nonoverlapping(source, target, head);
+            if head > 0 {
+                std::ptr::copy_nonoverlapping(source, target, head);
+            }
             for line in 0..lines {
                 let (from, to) =
                     (source.add(head + line * LINE).cast::<__m128i>(), target.add(head + line * LINE).cast());
@@ -174,7 +188,20 @@ impl Run for Streamed {
                 _mm_stream_si128(to.add(3), parts[3]);
             }
             let done = head + lines * LINE;
-            std::ptr::copy_nonoverlapping(source.add(done), target.add(done), self.bytes - done);
+            if done < self.bytes {
+                std::ptr::copy_nonoverlapping(source.add(done), target.add(done), self.bytes - done);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn expect(self, source: *const u8) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        if self.bytes <= EXPECTED_BYTES_MAX {
+            for line in (0..self.bytes).step_by(LINE) {
+                // SAFETY: a hint, which may name any address.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(line).cast()) };
+            }
         }
     }
 }
@@ -237,6 +264,7 @@ unsafe fn nest<R: Run>(run: R, source: *const u8, target: *mut u8, outer: Loop, 
         match rest {
             [] => {
                 for at in 0..outer.count as usize {
+                    run.expect(source.wrapping_add((at + RUNS_AHEAD) * source_stride));
                     run.copy(source.add(at * source_stride), target.add(at * target_stride));
                 }
             }
