@@ -8,6 +8,8 @@ async fn every_line_of_the_benchmarks_gives_a_figure() {
     let report = run(&Options::short(folder.path().to_owned()), |row| println!("{}", row.line())).await.unwrap();
     let names: Vec<&str> = report.rows.iter().map(|row| row.name.as_str()).collect();
     for line in [
+        "delta of 1 % until READY",
+        "bytes of that delta over the wire",
         "fold of decoded envelopes",
         "fold with checksum and decoding",
         "lone mutation, through a replica",

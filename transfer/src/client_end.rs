@@ -344,6 +344,9 @@ impl NodeConnection {
         units: &[DeriveUnit<'_>],
         mut progress: impl FnMut(u64),
     ) -> Result<Vec<DerivedUnit>, TransferError> {
+        for unit in units {
+            unit.check().map_err(BallastError::invalid)?;
+        }
         let mut derived = Vec::with_capacity(units.len());
         for request in requests(units) {
             let body = Request::Derive { ranges: request.ranges };

@@ -91,7 +91,7 @@ impl Base {
                 return Ok(Self { claims, affinity, source: Source::Here(reader), open: None });
             }
             Ok(_) => format!("node {} has lost some of it", store.node()),
-            Err(error) => error.to_string(),
+            Err(error) => format!("node {}: {error}", store.node()),
         };
         // A path that a client names is never opened: other nodes are reached over TCP alone.
         let options = ConnectOptions { route: Route::Tcp, ..ConnectOptions::default() };
@@ -107,7 +107,7 @@ impl Base {
                     return Ok(Self { claims, affinity, source: Source::Elsewhere(Box::new(connection)), open: None });
                 }
                 Ok(_) => reason = format!("{reason}; node {} has lost some of it", endpoint.node),
-                Err(error) => reason = format!("{reason}; {error}"),
+                Err(error) => reason = format!("{reason}; node {}: {error}", endpoint.node),
             }
         }
         let message = format!("the base {} can not be read: {reason}", claims.instance);

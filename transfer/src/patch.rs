@@ -40,6 +40,20 @@ pub struct DeriveUnit<'a> {
     pub patch: Option<&'a UnitPatch>,
 }
 
+impl DeriveUnit<'_> {
+    /// Whether the patch lies in the unit and has a value for each of its elements, which ascend.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Some(patch) = self.patch else { return Ok(()) };
+        let item = u64::from(patch.rule.item_bytes());
+        let end = patch.elements.last().map_or(Some(0), |last| last.checked_add(1)?.checked_mul(item));
+        let whole = patch.values.len() as u64 == patch.elements.len() as u64 * item;
+        if whole && patch.elements.is_sorted() && end.is_some_and(|end| end <= self.bytes) {
+            return Ok(());
+        }
+        Err(format!("the patch of unit {} does not fit its {} bytes", self.unit, self.bytes))
+    }
+}
+
 /// One `Derive` request.
 #[derive(Debug, Default)]
 pub(crate) struct DeriveRequest {

@@ -112,3 +112,117 @@ fn sort(patch: &mut UnitPatch) {
     patch.values = order.iter().flat_map(|entry| &patch.values[entry * item..(entry + 1) * item]).copied().collect();
     patch.elements = order.into_iter().map(|entry| patch.elements[entry]).collect();
 }
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::RevisionIdentity;
+    use ballast_schemas::manifest::{ManifestPlan, PlannedTensor, Tensor};
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::super::Members;
+    use super::*;
+
+    /// A tensor of I16, cut at these rows and columns.
+    fn manifest(rows: u64, columns: u64, row: u64, column: u64) -> Manifest {
+        let mut fragments = Vec::new();
+        for (top, height) in [(0, row), (row, rows - row)] {
+            for (left, width) in [(0, column), (column, columns - column)] {
+                if height > 0 && width > 0 {
+                    fragments.push((vec![top, left], vec![height, width]));
+                }
+            }
+        }
+        let tensor = Tensor::plain("w", "I16", 2, vec![rows, columns]);
+        let planned = PlannedTensor { tensor, aliases: vec!["tied".into()], fragments };
+        let identity = RevisionIdentity::new("default", "default", "m", "main", 1).unwrap();
+        ManifestPlan::new(&identity, vec![planned], Vec::new()).unwrap().seal(&[0]).unwrap()
+    }
+
+    /// Entries sorted by (tile, element), as an object.
+    fn object(shape: [u64; 2], tile: [u64; 2], entries: &[([u64; 2], i16)]) -> SparseDelta {
+        let tile_of = |at: &[u64; 2]| [at[0] / tile[0], at[1] / tile[1]];
+        let mut entries = entries.to_vec();
+        entries.sort_by_key(|(at, _)| (tile_of(at), *at));
+        let (mut coords, mut pointers): (Vec<[u64; 2]>, Vec<u64>) = (Vec::new(), Vec::new());
+        for (number, (at, _)) in entries.iter().enumerate() {
+            if coords.last() != Some(&tile_of(at)) {
+                coords.push(tile_of(at));
+                pointers.push(number as u64);
+            }
+        }
+        pointers.push(entries.len() as u64);
+        let words = |numbers: &[u64]| numbers.iter().flat_map(|n| (*n as u32).to_le_bytes()).collect::<Vec<u8>>();
+        let (nnz, tiles) = (entries.len(), coords.len());
+        let metadata = json!({
+            "schema": "mooncake.sparse_object", "version": 1, "coordinate_space": "global", "tensor_id": "w",
+            "global_shape": shape, "global_offset": [0, 0], "local_shape": shape, "tile_shape": tile,
+            "base_generation": 1, "delta_generation": 2, "index_dtype": "uint32", "value_dtype": "int16",
+            "source_placement": [], "placement_policy": "replicate", "duplicate_semantics": "additive",
+            "members": {
+                "indices": {"dtype": "uint32", "shape": [nnz, 2]}, "values": {"dtype": "int16", "shape": [nnz]},
+                "tile_coords": {"dtype": "uint32", "shape": [tiles, 2]}, "tile_ptr": {"dtype": "uint64", "shape": [tiles + 1]},
+            },
+        });
+        let members = Members {
+            indices: &words(&entries.iter().flat_map(|(at, _)| *at).collect::<Vec<_>>()),
+            values: &entries.iter().flat_map(|(_, value)| value.to_le_bytes()).collect::<Vec<u8>>(),
+            tile_coords: &words(&coords.concat()),
+            tile_ptr: &pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<u8>>(),
+        };
+        SparseDelta::new(&metadata.to_string(), &members).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn every_entry_finds_its_element_in_whichever_box_it_lies(
+            rows in 1_u64..12, columns in 1_u64..12, row in 0_u64..12, column in 0_u64..12,
+            tile in [1_u64..8, 1_u64..8],
+            entries in prop::collection::vec(([0_u64..12, 0_u64..12], any::<i16>()), 0..40),
+            additive in any::<bool>(),
+        ) {
+            let manifest = manifest(rows, columns, row.min(rows), column.min(columns));
+            let mut entries: Vec<([u64; 2], i16)> =
+                entries.into_iter().map(|(at, value)| ([at[0] % rows, at[1] % columns], value)).collect();
+            if !additive {
+                let mut seen = std::collections::HashSet::new();
+                entries.retain(|(at, _)| seen.insert(*at));
+            }
+            // Brute force, element by element in the whole tensor.
+            let mut whole = vec![0_i16; (rows * columns) as usize];
+            for (at, value) in &entries {
+                let element = &mut whole[(at[0] * columns + at[1]) as usize];
+                *element = if additive { element.wrapping_add(*value) } else { *value };
+            }
+            let semantics = if additive { Semantics::Additive } else { Semantics::Overwrite };
+            let delta = object([rows, columns], tile, &entries);
+            prop_assert_eq!(delta.nnz(), entries.len());
+            let patches = lower(&manifest, &[delta], semantics).unwrap();
+            let mut unit = vec![0_i16; (manifest.units()[0].extent_bytes / 2) as usize];
+            if let Some(patch) = patches.get(&0) {
+                prop_assert!(patch.elements.is_sorted());
+                for (element, value) in patch.elements.iter().zip(patch.values.as_chunks::<2>().0) {
+                    let (element, value) = (&mut unit[*element as usize], i16::from_le_bytes(*value));
+                    *element = if additive { element.wrapping_add(value) } else { value };
+                }
+            }
+            for fragment in manifest.fragments() {
+                let [top, left] = fragment.global_offset[..] else { unreachable!() };
+                let width = fragment.local_shape[1];
+                for at in 0..fragment.nbytes / 2 {
+                    let expected = whole[((top + at / width) * columns + left + at % width) as usize];
+                    prop_assert_eq!(unit[(fragment.object_offset / 2 + at) as usize], expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_element_is_overwritten_by_one_delta_only() {
+        let manifest = manifest(4, 4, 2, 2);
+        let one = object([4, 4], [4, 4], &[([3, 3], 1)]);
+        let error = lower(&manifest, &[one.clone(), one.clone()], Semantics::Overwrite).unwrap_err();
+        assert!(error.message.contains("twice") && error.message.contains("tied, w"), "{error}");
+        assert_eq!(lower(&manifest, &[one.clone(), one], Semantics::Additive).unwrap()[&0].elements.len(), 2);
+    }
+}

@@ -4,6 +4,7 @@
 //! Nothing here asserts on time: the figures say whether a line is met.
 
 mod dbos;
+mod delta;
 mod fold;
 mod lone;
 mod many;
@@ -39,6 +40,8 @@ pub struct Options {
     pub few_revisions: usize,
     /// And again among so many.
     pub many_revisions: usize,
+    /// Bytes of the model that a delta changes.
+    pub delta_bytes: u64,
     /// Where the server keeps its log; it must be a disk for a sync to mean anything.
     pub folder: PathBuf,
     /// A Python with DBOS, and the script that measures it.
@@ -58,6 +61,7 @@ impl Options {
             restore_revisions: 100_000,
             few_revisions: 1_000,
             many_revisions: 1_000_000,
+            delta_bytes: 1 << 30,
             folder,
             dbos: None,
             only: None,
@@ -74,13 +78,14 @@ impl Options {
             restore_revisions: 100,
             few_revisions: 100,
             many_revisions: 400,
+            delta_bytes: 4 << 20,
             ..Self::full(folder)
         }
     }
 }
 
 /// Lines, in the order they are measured; each gives one or more rows.
-pub const LINES: [&str; 6] = ["fold", "lone", "many", "operations", "restore", "scale"];
+pub const LINES: [&str; 7] = ["delta", "fold", "lone", "many", "operations", "restore", "scale"];
 
 /// Measures every line that the options ask for; `tell` hears of each row at once.
 ///
@@ -94,6 +99,7 @@ pub async fn run(options: &Options, mut tell: impl FnMut(&Row)) -> Result<Report
             continue;
         }
         let rows = match line {
+            "delta" => delta::measure(options).await?,
             "fold" => fold::measure(options)?,
             "lone" => lone::measure(options).await?,
             "many" => many::measure(options).await?,

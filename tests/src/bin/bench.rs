@@ -20,7 +20,7 @@ struct Arguments {
     /// How long a run takes of the lines that count what is done in a while.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
-    /// Only the lines with this in their name: fold, lone, many, operations, restore, scale.
+    /// Only the lines with this in their name: delta, fold, lone, many, operations, restore, scale.
     #[arg(long)]
     only: Option<String>,
     /// A Python that has DBOS; without it DBOS is left out.
