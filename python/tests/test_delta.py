@@ -136,7 +136,7 @@ def test_a_delta_is_applied_once(store, name, semantics):
         delta.upsert([one], replacing=record.identity, semantics=semantics, store=store)
     assert stale.value.details["tensor"] == "w"
     expect(store, record.identity, {"w": after})
-    assert leases(store, record.identity) == 0
+    until(lambda: leases(store, record.identity) == 0)
 
 
 def test_elements_that_are_named_twice_are_added_twice_and_never_overwritten_twice(store, name):

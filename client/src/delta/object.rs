@@ -164,7 +164,10 @@ impl SparseDelta {
         let tile_ptr = member(metadata, "tile_ptr")?;
         let pointer = IndexType::called(&tile_ptr.dtype)
             .ok_or_else(|| format!("tile_ptr has the dtype {:?}, which is no whole-number type", tile_ptr.dtype))?;
-        let tiles = tile_ptr.shape.iter().product::<u64>().saturating_sub(1);
+        let tiles = match tile_ptr.shape.as_slice() {
+            &[ends] if ends > 0 => ends - 1,
+            shape => return Err(format!("tile_ptr has the shape {shape:?}, expected [tiles + 1]")),
+        };
         let expect = |name: &str, dtype: &str, item: u32, shape: &[u64], found: &[u8]| {
             let described = member(metadata, name)?;
             if dtype_called(&described.dtype).map(|(name, _)| name) != Some(dtype) {
@@ -336,12 +339,12 @@ fn elements(
         return Err(format!("tile_ptr does not ascend from 0 to {nnz}"));
     }
     let tile = |number: usize| &coords[number * rank..(number + 1) * rank];
+    if let Some(number) = (1..pointers.len() - 1).find(|number| tile(number - 1) >= tile(*number)) {
+        return Err(format!("tile {:?} does not follow {:?}: tiles must ascend", tile(number), tile(number - 1)));
+    }
     let mut elements = Vec::with_capacity(nnz as usize);
     for (number, entries) in pointers.windows(2).enumerate() {
         let corner = tile(number);
-        if number > 0 && tile(number - 1) >= corner {
-            return Err(format!("tile {corner:?} does not follow {:?}: tiles must ascend", tile(number - 1)));
-        }
         // The part of the box that lies in this tile.
         let mut bounds = Vec::with_capacity(rank);
         for dim in 0..rank {
