@@ -53,7 +53,8 @@ impl Base {
                     return Ok(Some(Self::of(reading)));
                 }
                 // Deleted and imported again meanwhile.
-                let message = format!("base {identity} has manifest {found} now, expected {manifest}; make the delta anew");
+                let message =
+                    format!("base {identity} has manifest {found} now, expected {manifest}; make the delta anew");
                 Err(BallastError::new(ErrorCode::Conflict, message))
             }
         }

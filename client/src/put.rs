@@ -171,8 +171,7 @@ impl PutWriter {
                     }
                 },
                 Err(conflict)
-                    if conflict.code == ErrorCode::Conflict
-                        && !matches!(request.base, Some(BaseUse::Derive(..))) =>
+                    if conflict.code == ErrorCode::Conflict && !matches!(request.base, Some(BaseUse::Derive(..))) =>
                 {
                     break existing(gateway, &request.identity, &plan, conflict).await?;
                 }

@@ -81,10 +81,16 @@ pub struct Source {
 #[derive(Clone, Debug)]
 pub(crate) enum Data {
     Bytes(Bytes),
-    File { file: Arc<SourceFile>, offset: u64 },
+    File {
+        file: Arc<SourceFile>,
+        offset: u64,
+    },
     Later,
     /// A unit of the base, and what differs.
-    Base { unit: u32, patch: Option<Arc<UnitPatch>> },
+    Base {
+        unit: u32,
+        patch: Option<Arc<UnitPatch>>,
+    },
 }
 
 /// A file as it was when the source was made.

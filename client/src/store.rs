@@ -184,7 +184,8 @@ impl WeightStore {
     ) -> Result<PutWriter, BallastError> {
         // A base that is deleted before its target is imported has nothing to give.
         let base = (options.mode == UpsertMode::PutFirst).then(|| BaseUse::Reuse(replacing.clone()));
-        self.begin_upsert(source, replacing, target_generation, expected_metadata_generation, options, base, progress).await
+        self.begin_upsert(source, replacing, target_generation, expected_metadata_generation, options, base, progress)
+            .await
     }
 
     #[expect(clippy::too_many_arguments, reason = "those of an upsert, and where its units come from")]

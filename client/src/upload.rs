@@ -181,8 +181,9 @@ impl Upload {
         candidates: &[Option<u32>],
     ) -> Result<(), BallastError> {
         let alike = ranges.iter().zip(buffers).zip(candidates).filter_map(|((range, buffer), candidate)| {
+            let base_unit = (*candidate)?;
             let blake3 = Some(Digest::from_bytes(*blake3::hash(buffer).as_bytes()));
-            candidate.map(|base_unit| DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None })
+            Some(DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None })
         });
         let alike: Vec<DeriveUnit<'_>> = alike.collect();
         for (number, node) in self.nodes.iter_mut().enumerate() {
@@ -258,7 +259,7 @@ impl Upload {
 fn batches(units: &[UnitSource]) -> VecDeque<Batch> {
     let mut batches = VecDeque::new();
     let mut in_files: Vec<(&Arc<SourceFile>, u64, &UnitSource)> = Vec::new();
-    let (mut of_base, mut of_base_bytes) = (Vec::new(), 0);
+    let (mut of_base, mut of_base_bytes) = (Vec::new(), 0_u64);
     for unit in units.iter().filter(|unit| unit.bytes > 0) {
         match &unit.data {
             Data::Bytes(bytes) => batches.push_back(Batch::Bytes { unit: unit.unit, bytes: bytes.clone() }),
@@ -316,11 +317,14 @@ async fn send(
             found[*unit as usize] = Some(*checksum);
         }
     };
-    // The source's own checksums do not depend on where it goes.
-    let reused = |bytes| {
+    // Counted for the first node alone, as the source's checksums are computed for it alone.
+    let count = |bytes| {
         if let Some((_, reused)) = base.filter(|_| found.is_some()) {
             reused.fetch_add(bytes, Ordering::Relaxed);
         }
+    };
+    let reused = |bytes| {
+        count(bytes);
         sent(bytes);
     };
     match batch {
@@ -374,7 +378,9 @@ async fn send(
                 return Err(BallastError::invalid("a delta has no base to be applied to"));
             };
             let asked: Vec<DeriveUnit<'_>> = units.iter().map(OfBase::asked).collect();
-            let derived = lane.derive(base, &asked, &reused).await.map_err(|error| underived(error, &units))?;
+            let derived = lane.derive(base, &asked, sent).await.map_err(|error| underived(error, &units))?;
+            let changed = |of: &OfBase| of.patch.as_ref().map_or(0, |patch| patch.values.len() as u64);
+            count(units.iter().map(|of| of.bytes.saturating_sub(changed(of))).sum());
             note(&derived.iter().map(|unit| (unit.unit, unit.crc64)).collect::<Vec<_>>());
         }
     }

@@ -230,8 +230,9 @@ mod tests {
         assert_eq!(error.code, ErrorCode::CapacityExhausted);
         assert!(error.message.contains("ever hold 90") && error.message.contains("a has 64"), "{error}");
         assert_eq!(error.details["nodes"][1]["memory_capacity_bytes"], 32);
-        let no_room =
-            |capacity| place(&[node("a", capacity, 50)], &cluster(), &group(), 90, None, &Promises::default()).unwrap_err();
+        let no_room = |capacity| {
+            place(&[node("a", capacity, 50)], &cluster(), &group(), 90, None, &Promises::default()).unwrap_err()
+        };
         assert!(no_room(100).may_pass && !no_room(89).may_pass);
         let error = no_room(100).error;
         assert!(error.message.contains("free now") && error.message.contains("50 of 100"), "{error}");

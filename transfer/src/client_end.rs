@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply,
-    PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply, PROTOCOL_VERSION,
+    RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
 };
 use ballast_schemas::{AffinityIndex, BallastError, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
@@ -327,7 +327,8 @@ impl NodeConnection {
     /// # Errors
     /// `UNAVAILABLE` when it can be read nowhere; otherwise when the node refuses.
     pub async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<bool, TransferError> {
-        let body = Request::OpenBase { token: token.to_owned(), holders: holders.iter().take(HOLDERS_MAX).cloned().collect() };
+        let body =
+            Request::OpenBase { token: token.to_owned(), holders: holders.iter().take(HOLDERS_MAX).cloned().collect() };
         match self.call(body, &[], &[], self.options.patience).await?.body {
             Response::BaseOpened { here } => Ok(here),
             other => Err(self.unexpected(&other)),

@@ -355,7 +355,10 @@ mod tests {
         );
         assert_eq!(add(Number::I8, &[127, 1], vec![0], vec![1]), [128, 1]);
         assert_eq!(add(Number::I8, &[1, 1], vec![1, 1, 1], vec![1, 2, 3]), [1, 7], "named three times");
-        assert_eq!(add(Number::U64, &u64::MAX.to_le_bytes(), vec![0], 2_u64.to_le_bytes().to_vec()), 1_u64.to_le_bytes());
+        assert_eq!(
+            add(Number::U64, &u64::MAX.to_le_bytes(), vec![0], 2_u64.to_le_bytes().to_vec()),
+            1_u64.to_le_bytes()
+        );
     }
 
     #[test]

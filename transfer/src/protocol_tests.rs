@@ -75,7 +75,8 @@ impl Node {
 
     pub(crate) async fn start_named(name: &str, options: DataPlaneOptions) -> Self {
         let folders = Folders::new();
-        let store = NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
+        let store =
+            NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
         let options = DataPlaneOptions {
             unix_socket: Some(folders.cold.path().join("data.sock")),
             tcp: Some("127.0.0.1:0".parse().unwrap()),

@@ -520,7 +520,8 @@ impl Connection<'_> {
         };
         check_time(&base.claims, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))?;
         let payload = self.read_document(payload).await?;
-        let work = Deriving { store: self.shared.store.clone(), instance: claims.instance, session_id, ranges, payload };
+        let work =
+            Deriving { store: self.shared.store.clone(), instance: claims.instance, session_id, ranges, payload };
         let made = tokio::task::spawn_blocking(move || {
             let result = base.derive(&work);
             (base, result)

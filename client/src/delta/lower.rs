@@ -23,9 +23,7 @@ pub(super) fn lower(
         let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
         let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { continue };
         let elements = places(delta, &fragments)?;
-        let patch = patches
-            .entry(unit)
-            .or_insert_with(|| UnitPatch { rule, elements: Vec::new(), values: Vec::new() });
+        let patch = patches.entry(unit).or_insert_with(|| UnitPatch { rule, elements: Vec::new(), values: Vec::new() });
         patch.elements.extend(elements);
         patch.values.extend_from_slice(delta.values());
     }

@@ -75,8 +75,7 @@ pub async fn upsert(
     let writer = loop {
         let base = Some(BaseUse::Derive(replacing.clone(), manifest));
         let (source, options, progress) = (source.clone(), options.clone(), progress.clone());
-        let begun =
-            store.begin_upsert(source, replacing, target_generation, generation, options, base, progress).await;
+        let begun = store.begin_upsert(source, replacing, target_generation, generation, options, base, progress).await;
         match begun {
             Err(error) if error.code == ErrorCode::StaleGeneration && tries > 0 => {
                 tries -= 1;
@@ -110,10 +109,8 @@ fn check_generations(
         }
         if delta.delta_generation() != first.delta_generation() {
             let (leads, other) = (delta.delta_generation(), first.delta_generation());
-            return Err(delta.refuse(format!(
-                "it leads to generation {leads}, that of tensor {:?} to {other}",
-                first.tensor_id()
-            )));
+            return Err(delta
+                .refuse(format!("it leads to generation {leads}, that of tensor {:?} to {other}", first.tensor_id())));
         }
         if let Some(apply) = delta.semantics().filter(|apply| *apply != semantics) {
             return Err(delta.refuse(format!("it says of itself that it is {apply:?}, and was to be {semantics:?}")));
@@ -133,7 +130,8 @@ async fn expect_unpublished(
                 "{target} was published before ({}): a delta on {base} is applied once; make one on the newest generation",
                 view.metadata.availability
             );
-            Err(BallastError::new(ErrorCode::Conflict, message).with_details(json!({ "published": target.to_string() })))
+            Err(BallastError::new(ErrorCode::Conflict, message)
+                .with_details(json!({ "published": target.to_string() })))
         }
         Err(error) if error.code != ErrorCode::NotFound => Err(error),
         Ok(_) | Err(_) => Ok(()),

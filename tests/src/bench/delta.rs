@@ -72,14 +72,13 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
         Row::cost("delta of 1 % until READY", "s", &Runs::new(delta), full.median())
             .against("full upsert")
             .against_target(SPEED_UP)
-            .under(format!(
-                "{conditions}; the full upsert took {} to {} s",
-                shown(full.least()),
-                shown(full.most())
-            )),
+            .under(format!("{conditions}; the full upsert took {} to {} s", shown(full.least()), shown(full.most()))),
         Row::cost("bytes of that delta over the wire", "MB", &Runs::new(vec![wire / 1e6]), bytes * WIRE_SHARE / 1e6)
             .against("3 % of the model, limit")
-            .under(format!("{conditions}; counted both ways by a relay, {} % of the model", shown(wire / bytes * 100.0))),
+            .under(format!(
+                "{conditions}; counted both ways by a relay, {} % of the model",
+                shown(wire / bytes * 100.0)
+            )),
     ])
 }
 
