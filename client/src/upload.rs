@@ -36,7 +36,7 @@ pub(crate) struct Upload {
     nodes: Vec<Target>,
     token: String,
     route: Route,
-    base: Option<Base>,
+    base: Option<Box<Base>>,
     /// Bytes that are not sent because the base has them.
     reused_bytes: AtomicU64,
 }
@@ -145,7 +145,7 @@ impl Upload {
 
     /// Acquires a lease on what the import takes from. After room was taken: a base that gives way to its target is not held.
     pub(crate) async fn open_base(&mut self, gateway: &Gateway, base: &BaseUse) -> Result<(), BallastError> {
-        self.base = Base::open(gateway, base).await?;
+        self.base = Base::open(gateway, base).await?.map(Box::new);
         Ok(())
     }
 
@@ -228,7 +228,7 @@ impl Upload {
             for lane in 0..lane_count {
                 let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].endpoint);
                 let (token, route) = (&self.token, self.route);
-                let base = self.base.as_ref().map(|base| (base, &self.reused_bytes));
+                let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
                     let mut connection = Lane::new(connect(endpoint, token, route).await?);
                     tracing::trace!(lane, node = %endpoint.node, "a lane is open");

@@ -59,8 +59,8 @@ struct OpenUnit {
     done: u64,
     /// Of the base's bytes.
     sum: RunningChecksum,
-    /// Of the bytes that are made, once they differ.
-    result: Option<RunningChecksum>,
+    /// Some of it differs from the base.
+    changed: bool,
     hash: Option<(Digest, Box<blake3::Hasher>)>,
     /// Some of it was read from disk here.
     from_disk: bool,
@@ -225,7 +225,13 @@ impl Base {
             return Err(error.to_error());
         }
         let same = open.hash.is_none_or(|(wanted, hash)| wanted.as_bytes() == hash.finalize().as_bytes());
-        let crc64 = open.result.unwrap_or(open.sum).value();
+        let crc64 = match open.changed {
+            true => {
+                let written = work.store.written_checksum(&work.instance, &work.session_id, open.unit);
+                written.map_err(|error| error.to_error())?
+            }
+            false => found,
+        };
         Ok(Some(DerivedUnit { unit: open.unit, crc64, same }))
     }
 }
@@ -237,7 +243,7 @@ impl OpenUnit {
             base_unit: range.base_unit,
             done: 0,
             sum: RunningChecksum::default(),
-            result: None,
+            changed: false,
             hash: range.blake3.map(|wanted| (wanted, Box::default())),
             from_disk: false,
         }
@@ -263,14 +269,11 @@ impl OpenUnit {
                 buffer.clear();
                 buffer.extend_from_slice(piece);
                 patch.apply(entries, start, buffer);
-                self.result.get_or_insert_with(|| self.sum.clone());
+                self.changed = true;
                 buffer.as_slice()
             }
             _ => piece,
         };
-        if let Some(result) = &mut self.result {
-            result.update(made);
-        }
         self.sum.update(piece);
         work.store.write(&work.instance, &work.session_id, self.unit, start, made)
     }

@@ -99,16 +99,37 @@ fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, Ball
     places.ok_or_else(|| delta.refuse("an entry lies in none of the tensor's boxes"))
 }
 
-/// Sorts entries by their place; those of one place stay in their order.
+/// Sorts entries by their place; those of one place stay in their order. Byte by byte from the lowest one: entries that are
+/// sorted by tile are far from this order, and comparing them would take longer than sending them.
 fn sort(patch: &mut UnitPatch) {
     if patch.elements.is_sorted() {
         return;
     }
     let item = patch.rule.item_bytes() as usize;
-    let mut order: Vec<usize> = (0..patch.elements.len()).collect();
-    order.sort_by_key(|entry| patch.elements[*entry]);
-    patch.values = order.iter().flat_map(|entry| &patch.values[entry * item..(entry + 1) * item]).copied().collect();
-    patch.elements = order.into_iter().map(|entry| patch.elements[entry]).collect();
+    let mut entries: Vec<(u64, usize)> = patch.elements.iter().copied().zip(0..).collect();
+    let mut sorted = vec![(0, 0); entries.len()];
+    let highest = patch.elements.iter().copied().max().unwrap_or(0);
+    for shift in (0..u64::BITS).step_by(8).take_while(|shift| highest >> shift > 0) {
+        let digit = |element: u64| (element >> shift) as usize & 0xff;
+        let mut next = [0; 256];
+        entries.iter().for_each(|(element, _)| next[digit(*element)] += 1);
+        let mut start = 0;
+        for count in &mut next {
+            start += std::mem::replace(count, start);
+        }
+        for entry in &entries {
+            let place = &mut next[digit(entry.0)];
+            sorted[*place] = *entry;
+            *place += 1;
+        }
+        std::mem::swap(&mut entries, &mut sorted);
+    }
+    let mut values = Vec::with_capacity(patch.values.len());
+    for (_, entry) in &entries {
+        values.extend_from_slice(&patch.values[entry * item..(entry + 1) * item]);
+    }
+    patch.values = values;
+    patch.elements = entries.into_iter().map(|(element, _)| element).collect();
 }
 
 #[cfg(test)]
