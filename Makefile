@@ -31,7 +31,7 @@ fix: ## formats, and applies what clippy can mend by itself
 	cargo fmt --all
 	cargo clippy --workspace --all-targets --fix --allow-dirty --allow-staged
 
-bench: ## the engine's speed, each figure beside a limit or a rival (ONLY=fold, lone, many, operations, restore, scale or reshard)
+bench: ## the engine's speed, each figure beside a limit or a rival (ONLY=fold, lone, many, operations, restore, scale, reshard or delta)
 	@ops/setup
 	cargo build --release --locked -p ballast-tests --bin bench
 	target/release/bench $$(ops/setup bench) $(if $(ONLY),--only "$(ONLY)")

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ballast_schemas::BallastError;
+use ballast_schemas::{BallastError, Digest};
 use ballast_transfer::{RunningChecksum, checksum};
 
 use crate::progress::Meter;
@@ -34,6 +34,38 @@ pub(crate) fn of_file(
     meter: Option<&Meter>,
 ) -> Result<u64, BallastError> {
     let mut running = RunningChecksum::default();
+    read_file(file, source, offset, bytes, stop, |piece| {
+        running.update(piece);
+        if let Some(meter) = meter {
+            meter.add(piece.len() as u64);
+        }
+    })?;
+    Ok(running.value())
+}
+
+/// BLAKE3 of the same. Blocks on the disk.
+pub(crate) fn blake3_of_file(
+    file: &File,
+    source: &SourceFile,
+    offset: u64,
+    bytes: u64,
+    stop: &AtomicBool,
+) -> Result<Digest, BallastError> {
+    let mut hash = blake3::Hasher::new();
+    read_file(file, source, offset, bytes, stop, |piece| {
+        hash.update(piece);
+    })?;
+    Ok(Digest::from_bytes(*hash.finalize().as_bytes()))
+}
+
+fn read_file(
+    file: &File,
+    source: &SourceFile,
+    offset: u64,
+    bytes: u64,
+    stop: &AtomicBool,
+    mut take: impl FnMut(&[u8]),
+) -> Result<(), BallastError> {
     let mut buffer = vec![0; PIECE_BYTES.min(bytes) as usize];
     let mut done = 0;
     while done < bytes {
@@ -44,13 +76,10 @@ pub(crate) fn of_file(
         file.read_exact_at(piece, offset + done).map_err(|error| {
             BallastError::invalid(format!("can not read {} at byte {}: {error}", source.path.display(), offset + done))
         })?;
-        running.update(piece);
+        take(piece);
         done += piece.len() as u64;
-        if let Some(meter) = meter {
-            meter.add(piece.len() as u64);
-        }
     }
-    Ok(running.value())
+    Ok(())
 }
 
 /// Checksums of units whose bytes are in memory or in files; `None` where they come later. Blocks on the disk.
@@ -63,7 +92,7 @@ pub(crate) fn of_units(
     let mut checksums = Vec::with_capacity(units.len());
     for unit in units {
         checksums.push(match &unit.data {
-            Data::Later => None,
+            Data::Later | Data::Base { .. } => None,
             Data::Bytes(bytes) => {
                 meter.add(unit.bytes);
                 Some(checksum(bytes))

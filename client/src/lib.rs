@@ -2,7 +2,9 @@
 //! names, events. It speaks to gateways over NATS and to nodes over the data plane (see ARCHITECTURE.md, The client).
 
 mod admin;
+mod base;
 mod checksums;
+pub mod delta;
 mod events;
 mod fetch;
 mod fill;

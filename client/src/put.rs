@@ -1,6 +1,7 @@
 //! A put: open the import, take room, move the bytes, seal, publish (RFC, Import and READY Publication). The bytes of one
 //! import are `upload.rs`'s matter; the session's life is `session.rs`'s.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use ballast_transfer::{GroupLayout, checksum};
 use serde_json::json;
 
 use crate::admin::Admin;
+use crate::base::BaseUse;
 use crate::checksums::{StopOnDrop, of_units};
 use crate::gateway::Gateway;
 use crate::get::GetOptions;
@@ -47,6 +49,8 @@ pub(crate) struct PutRequest {
     pub(crate) claim: Option<ReplacementClaim>,
     pub(crate) wait_completed: bool,
     pub(crate) patience: Duration,
+    /// What is taken from another revision.
+    pub(crate) base: Option<BaseUse>,
 }
 
 /// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer aborts.
@@ -71,12 +75,17 @@ pub struct PutWriter {
 struct Gathered {
     ranges: Vec<ByteRange>,
     bytes: Vec<u8>,
+    /// The units of the base that may be the same.
+    candidates: Vec<Option<u32>>,
+    units: HashSet<u32>,
 }
 
 impl Gathered {
-    fn push(&mut self, (unit, offset, bytes): (u32, u64, &[u8])) {
-        self.ranges.push(ByteRange { unit, offset, bytes: bytes.len() as u64 });
+    fn push(&mut self, range: ByteRange, bytes: &[u8], candidate: Option<u32>) {
+        self.units.insert(range.unit);
+        self.ranges.push(range);
         self.bytes.extend_from_slice(bytes);
+        self.candidates.push(candidate);
     }
 
     fn buffers(&self) -> Vec<&[u8]> {
@@ -114,6 +123,8 @@ pub struct PutReport {
     pub elapsed: Duration,
     /// How the bytes went; `None` when none had to.
     pub transport: Option<Transport>,
+    /// Bytes that were not sent because the base of the replacement has them.
+    pub reused_bytes: u64,
 }
 
 impl PutWriter {
@@ -141,7 +152,15 @@ impl PutWriter {
         let work = loop {
             match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
                 Ok((session, reply)) => match Upload::begin(gateway, &reply, &plan.extents()).await {
-                    Ok(upload) => break Work::Importing { session, upload },
+                    Ok(mut upload) => {
+                        if let Some(base) = &request.base
+                            && let Err(error) = upload.open_base(gateway, base).await
+                        {
+                            give_up(session).await;
+                            return Err(error);
+                        }
+                        break Work::Importing { session, upload };
+                    }
                     Err(error) => {
                         give_up(session).await;
                         tries -= 1;
@@ -151,7 +170,9 @@ impl PutWriter {
                         progress.waiting(error.message);
                     }
                 },
-                Err(conflict) if conflict.code == ErrorCode::Conflict => {
+                Err(conflict)
+                    if conflict.code == ErrorCode::Conflict && !matches!(request.base, Some(BaseUse::Derive(..))) =>
+                {
                     break existing(gateway, &request.identity, &plan, conflict).await?;
                 }
                 Err(error) => return Err(error),
@@ -217,18 +238,31 @@ impl PutWriter {
         bytes: &[u8],
     ) -> Result<(), BallastError> {
         let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
+        let sum = checksum(bytes);
+        let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
+        let candidate = self.candidate(&range, sum);
+        // A tensor that is given again comes after what was given before.
+        let again = candidate.is_some() && self.gathered.units.contains(&range.unit);
+        if again || bytes.len() >= SMALL_BYTES {
+            self.send_gathered().await?;
+        }
         if bytes.len() < SMALL_BYTES {
-            self.gathered.push((place.unit, place.unit_offset, bytes));
+            self.gathered.push(range, bytes, candidate);
             if self.gathered.bytes.len() >= GATHERED_BYTES || self.gathered.ranges.len() >= RANGES_MAX {
                 self.send_gathered().await?;
             }
         } else {
-            self.send_gathered().await?;
-            let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
-            self.send(&[range], &[bytes]).await?;
+            self.send(&[range], &[bytes], &[candidate]).await?;
         }
-        self.pieces.note(place, checksum(bytes));
+        self.pieces.note(place, sum);
         Ok(())
+    }
+
+    /// The unit of the base that may be the same as one that comes as a whole.
+    fn candidate(&self, range: &ByteRange, sum: u64) -> Option<u32> {
+        let Work::Importing { upload, .. } = &self.work else { return None };
+        let whole = range.offset == 0 && self.units.get(range.unit as usize)?.bytes == range.bytes;
+        if whole { upload.candidate(range.bytes, sum) } else { None }
     }
 
     /// Sends the small pieces that were gathered, in the order in which they came.
@@ -237,14 +271,19 @@ impl PutWriter {
             return Ok(());
         }
         let gathered = std::mem::take(&mut self.gathered);
-        self.send(&gathered.ranges, &gathered.buffers()).await
+        self.send(&gathered.ranges, &gathered.buffers(), &gathered.candidates).await
     }
 
-    async fn send(&mut self, ranges: &[ByteRange], buffers: &[&[u8]]) -> Result<(), BallastError> {
+    async fn send(
+        &mut self,
+        ranges: &[ByteRange],
+        buffers: &[&[u8]],
+        candidates: &[Option<u32>],
+    ) -> Result<(), BallastError> {
         let Work::Importing { session, upload } = &mut self.work else { return Ok(()) };
         let lost = session.lost();
         tokio::select! {
-            written = upload.write(ranges, buffers) => written,
+            written = upload.write(ranges, buffers, candidates) => written,
             error = lost => Err(error),
         }
     }
@@ -258,11 +297,11 @@ impl PutWriter {
         self.pieces.complete(&mut self.checksums)?;
         self.send_gathered().await?;
         let bytes = self.plan.logical_bytes();
-        let (revision, existed, transport) = match self.work {
+        let (revision, existed, transport, reused_bytes) = match self.work {
             Work::Existing { revision, manifest } => {
                 let checksums = compute(self.units, self.checksums, &self.progress, bytes).await?;
                 expect_same(&self.request.identity, &manifest, &checksums)?;
-                (*revision, true, None)
+                (*revision, true, None, 0)
             }
             Work::Importing { mut session, mut upload } => {
                 let lost = session.lost();
@@ -277,6 +316,8 @@ impl PutWriter {
                     sealed = moved => sealed,
                     error = lost => Err(error),
                 };
+                // The target has all that it needs of it, or never will.
+                upload.release_base().await;
                 let published = match sealed {
                     Ok(sha256) => {
                         self.progress.tell(Phase::Committing, bytes, bytes);
@@ -285,7 +326,7 @@ impl PutWriter {
                     Err(error) => Err(error),
                 };
                 match published {
-                    Ok(revision) => (revision, false, Some(upload.transport())),
+                    Ok(revision) => (revision, false, Some(upload.transport()), upload.reused_bytes()),
                     Err(error) => {
                         give_up(session).await;
                         return Err(unpublished(error));
@@ -298,7 +339,7 @@ impl PutWriter {
             Some(claim) => Some(follow_claim(&self.gateway, claim, self.request.wait_completed, &self.progress).await?),
             None => None,
         };
-        Ok(PutReport { revision, claim, existed, bytes, elapsed, transport })
+        Ok(PutReport { revision, claim, existed, bytes, elapsed, transport, reused_bytes })
     }
 
     /// Gives the import up; its bytes are deleted.
@@ -307,7 +348,8 @@ impl PutWriter {
     /// `UNAVAILABLE` when nobody answers; the session then ends by itself.
     pub async fn abort(self) -> Result<(), BallastError> {
         match self.work {
-            Work::Importing { session, upload } => {
+            Work::Importing { session, mut upload } => {
+                upload.release_base().await;
                 drop(upload);
                 session.abort(Duration::from_secs(30)).await
             }

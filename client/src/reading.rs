@@ -125,6 +125,11 @@ impl Reading {
         &self.revision
     }
 
+    /// What opens the nodes' doors to the revision, and the nodes that hold it.
+    pub(crate) fn door(&self) -> (&str, &[NodeEndpoint]) {
+        (&self.token, &self.endpoints)
+    }
+
     /// Connects to every node that can be reached and asks what it holds. Those on this host are mapped.
     pub(crate) async fn holders(&self) -> (Vec<Holder>, Option<BallastError>) {
         let mut holders = Vec::new();

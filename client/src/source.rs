@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use ballast_schemas::manifest::{ManifestPlan, ParallelAxis, PlannedTensor, Tensor};
 use ballast_schemas::{BallastError, RevisionIdentity};
+use ballast_transfer::UnitPatch;
 use bytes::Bytes;
 use safetensors::Dtype;
 
@@ -80,8 +81,16 @@ pub struct Source {
 #[derive(Clone, Debug)]
 pub(crate) enum Data {
     Bytes(Bytes),
-    File { file: Arc<SourceFile>, offset: u64 },
+    File {
+        file: Arc<SourceFile>,
+        offset: u64,
+    },
     Later,
+    /// A unit of the base, and what differs.
+    Base {
+        unit: u32,
+        patch: Option<Arc<UnitPatch>>,
+    },
 }
 
 /// A file as it was when the source was made.
@@ -247,9 +256,13 @@ impl Source {
         Self { tensors: Vec::new(), files: BTreeMap::new() }
     }
 
+    pub(crate) fn push_planned(&mut self, planned: PlannedTensor, data: Data) {
+        self.tensors.push((planned, data));
+    }
+
     pub(crate) fn push_tensor(&mut self, name: &str, dtype: Dtype, shape: &[u64], aliases: Vec<String>, data: Data) {
         let planned = PlannedTensor { tensor: manifest_tensor(name, dtype, shape), aliases, fragments: Vec::new() };
-        self.tensors.push((planned, data));
+        self.push_planned(planned, data);
     }
 
     pub(crate) fn push_file(&mut self, path: String, bytes: u64, data: Data) {

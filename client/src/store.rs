@@ -12,6 +12,7 @@ use ballast_schemas::{
     default_upsert_request_id,
 };
 
+use crate::base::BaseUse;
 use crate::gateway::Gateway;
 use crate::get::{GetOptions, GetReport, GetTarget, get};
 use crate::progress::Progress;
@@ -95,6 +96,7 @@ impl WeightStore {
             claim: None,
             wait_completed: false,
             patience: IN_THE_WAY_PATIENCE,
+            base: None,
         };
         PutWriter::begin(self.gateway(), source, request, progress).await
     }
@@ -166,6 +168,8 @@ impl WeightStore {
     /// Begins to replace a revision by a higher generation of its lineage. The writer's commit returns once the target is
     /// READY (or, if asked to, once the base is gone). The same call after a failure goes on where it had stopped.
     ///
+    /// With PUT_FIRST the base is held under a lease while the target is imported, and units that it has too are not sent.
+    ///
     /// # Errors
     /// `STALE_GENERATION`; `BUSY` when another replacement is under way, or in DELETE_FIRST while the base is in use;
     /// `CONFLICT` for a generation that is not higher, or a request id with other arguments; and those of a put.
@@ -176,6 +180,23 @@ impl WeightStore {
         target_generation: u64,
         expected_metadata_generation: u64,
         options: UpsertOptions,
+        progress: Progress,
+    ) -> Result<PutWriter, BallastError> {
+        // A base that is deleted before its target is imported has nothing to give.
+        let base = (options.mode == UpsertMode::PutFirst).then(|| BaseUse::Reuse(replacing.clone()));
+        self.begin_upsert(source, replacing, target_generation, expected_metadata_generation, options, base, progress)
+            .await
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "those of an upsert, and where its units come from")]
+    pub(crate) async fn begin_upsert(
+        &self,
+        source: Source,
+        replacing: &RevisionIdentity,
+        target_generation: u64,
+        expected_metadata_generation: u64,
+        options: UpsertOptions,
+        base: Option<BaseUse>,
         progress: Progress,
     ) -> Result<PutWriter, BallastError> {
         let target = replacing
@@ -197,8 +218,8 @@ impl WeightStore {
             policy,
         };
         let claim = self.claim(&body, &progress).await?;
-        let request =
-            PutRequest { identity: target, policy, claim: Some(claim), wait_completed, patience: IN_THE_WAY_PATIENCE };
+        let patience = IN_THE_WAY_PATIENCE;
+        let request = PutRequest { identity: target, policy, claim: Some(claim), wait_completed, patience, base };
         PutWriter::begin(self.gateway(), source, request, progress).await
     }
 

@@ -1,18 +1,22 @@
 //! Moving the bytes of one import to its nodes: several connections side by side, each with its own share of the source,
-//! and the checksum of every unit computed from the source meanwhile. On one host the node reads the files itself.
+//! and the checksum of every unit computed from the source meanwhile. On one host the node reads the files itself. What the
+//! base of a replacement has already is not sent: the node copies it.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ballast_schemas::frame::{ByteRange, SourceRange};
+use ballast_schemas::frame::{ByteRange, DerivedUnit, SourceRange};
 use ballast_schemas::manifest::Manifest;
-use ballast_schemas::{BallastError, BeginImportReply, ErrorCode, NodeEndpoint};
-use ballast_transfer::{NodeConnection, Route, checksum};
+use ballast_schemas::{BallastError, BeginImportReply, Digest, ErrorCode, NodeEndpoint};
+use ballast_transfer::{DeriveUnit, NodeConnection, Route, UnitPatch, checksum};
 use bytes::Bytes;
+use serde_json::json;
 
-use crate::checksums::{StopOnDrop, of_file};
+use crate::base::{Base, BaseUse};
+use crate::checksums::{StopOnDrop, blake3_of_file, of_file};
 use crate::gateway::Gateway;
 use crate::nodes::{Transport, connect, lanes};
 use crate::progress::{Phase, Progress};
@@ -22,6 +26,9 @@ use crate::source::{Data, SourceFile, UnitSource};
 const BATCH_BYTES: u64 = 64 << 20;
 /// Units of one share.
 const BATCH_UNITS: usize = 4096;
+/// Names listed in one error's sentence, and in its details.
+const NAMES_SHOWN: usize = 3;
+const NAMES_DETAILED: usize = 100;
 
 /// The nodes of one import, each with room taken.
 #[derive(Debug)]
@@ -29,19 +36,86 @@ pub(crate) struct Upload {
     nodes: Vec<Target>,
     token: String,
     route: Route,
+    base: Option<Box<Base>>,
+    /// Bytes that are not sent because the base has them.
+    reused_bytes: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Target {
     endpoint: NodeEndpoint,
     /// The connection that took the room and will seal.
-    control: NodeConnection,
+    control: Lane,
+}
+
+/// One connection to a node.
+#[derive(Debug)]
+struct Lane {
+    connection: NodeConnection,
+    /// The base was named on it.
+    has_base: bool,
+}
+
+impl Lane {
+    fn new(connection: NodeConnection) -> Self {
+        Self { connection, has_base: false }
+    }
+
+    fn transport(&self) -> Transport {
+        self.connection.transport().into()
+    }
+
+    async fn derive(
+        &mut self,
+        base: &Base,
+        units: &[DeriveUnit<'_>],
+        progress: impl FnMut(u64),
+    ) -> Result<Vec<DerivedUnit>, BallastError> {
+        if !self.has_base {
+            let (token, holders) = base.door();
+            self.connection.open_base(token, holders).await?;
+            self.has_base = true;
+        }
+        Ok(self.connection.derive(units, progress).await?)
+    }
+
+    /// Which of the units the node has taken from the base. That the base can not be read is no failure: then they are sent.
+    async fn reuse(&mut self, base: &Base, units: &[DeriveUnit<'_>]) -> Result<HashSet<u32>, BallastError> {
+        if units.is_empty() {
+            return Ok(HashSet::new());
+        }
+        match self.derive(base, units, |_| {}).await {
+            Ok(derived) => Ok(derived.into_iter().filter(|unit| unit.same).map(|unit| unit.unit).collect()),
+            Err(error) if self.connection.is_usable() => {
+                tracing::debug!(%error, "units of the base are sent after all");
+                Ok(HashSet::new())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// A unit that is made out of the base's.
+struct OfBase {
+    unit: u32,
+    name: String,
+    base_unit: u32,
+    bytes: u64,
+    patch: Option<Arc<UnitPatch>>,
+}
+
+impl OfBase {
+    fn asked(&self) -> DeriveUnit<'_> {
+        let Self { unit, base_unit, bytes, .. } = *self;
+        DeriveUnit { unit, base_unit, bytes, blake3: None, patch: self.patch.as_deref() }
+    }
 }
 
 /// Units that one lane sends in one go.
 enum Batch {
     Bytes { unit: u32, bytes: Bytes },
     File { file: Arc<SourceFile>, ranges: Vec<SourceRange> },
+    Base(Vec<OfBase>),
 }
 
 impl Upload {
@@ -51,11 +125,17 @@ impl Upload {
         reply: &BeginImportReply,
         extents: &[u64],
     ) -> Result<Self, BallastError> {
-        let mut upload = Self { nodes: Vec::new(), token: reply.token.clone(), route: gateway.route() };
+        let mut upload = Self {
+            nodes: Vec::new(),
+            token: reply.token.clone(),
+            route: gateway.route(),
+            base: None,
+            reused_bytes: AtomicU64::new(0),
+        };
         for endpoint in &reply.endpoints {
             let mut control = connect(endpoint, &reply.token, upload.route).await?;
             control.allocate(extents).await?;
-            upload.nodes.push(Target { endpoint: endpoint.clone(), control });
+            upload.nodes.push(Target { endpoint: endpoint.clone(), control: Lane::new(control) });
         }
         if upload.nodes.is_empty() {
             return Err(BallastError::new(ErrorCode::Unavailable, "the import was placed on no node; begin it again"));
@@ -63,16 +143,64 @@ impl Upload {
         Ok(upload)
     }
 
+    /// Acquires a lease on what the import takes from. After room was taken: a base that gives way to its target is not held.
+    pub(crate) async fn open_base(&mut self, gateway: &Gateway, base: &BaseUse) -> Result<(), BallastError> {
+        self.base = Base::open(gateway, base).await?.map(Box::new);
+        Ok(())
+    }
+
+    /// Lets go of the base.
+    pub(crate) async fn release_base(&mut self) {
+        if let Some(base) = self.base.take() {
+            base.release().await;
+        }
+    }
+
+    /// The unit of the base that may have these bytes.
+    pub(crate) fn candidate(&self, bytes: u64, crc64: u64) -> Option<u32> {
+        self.base.as_ref()?.candidate(bytes, crc64)
+    }
+
+    /// Bytes that were not sent because the base has them.
+    pub(crate) fn reused_bytes(&self) -> u64 {
+        self.reused_bytes.load(Ordering::Relaxed)
+    }
+
     /// How the bytes go.
     pub(crate) fn transport(&self) -> Transport {
-        let tcp = self.nodes.iter().any(|node| Transport::from(node.control.transport()) == Transport::Tcp);
+        let tcp = self.nodes.iter().any(|node| node.control.transport() == Transport::Tcp);
         if tcp { Transport::Tcp } else { Transport::Local }
     }
 
-    /// Writes stretches of units from memory.
-    pub(crate) async fn write(&mut self, ranges: &[ByteRange], buffers: &[&[u8]]) -> Result<(), BallastError> {
-        for node in &mut self.nodes {
-            node.control.write_ranges(ranges, buffers).await?;
+    /// Writes stretches of units from memory. Where `candidates` names a unit of the base, the stretch is a whole unit, which
+    /// is sent only if it is not the same.
+    pub(crate) async fn write(
+        &mut self,
+        ranges: &[ByteRange],
+        buffers: &[&[u8]],
+        candidates: &[Option<u32>],
+    ) -> Result<(), BallastError> {
+        let alike = ranges.iter().zip(buffers).zip(candidates).filter_map(|((range, buffer), candidate)| {
+            let base_unit = (*candidate)?;
+            let blake3 = Some(Digest::from_bytes(*blake3::hash(buffer).as_bytes()));
+            Some(DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None })
+        });
+        let alike: Vec<DeriveUnit<'_>> = alike.collect();
+        for (number, node) in self.nodes.iter_mut().enumerate() {
+            let same = match &self.base {
+                Some(base) => node.control.reuse(base, &alike).await?,
+                None => HashSet::new(),
+            };
+            let (mut left, mut bytes) = (Vec::with_capacity(ranges.len()), Vec::with_capacity(ranges.len()));
+            for ((range, buffer), candidate) in ranges.iter().zip(buffers).zip(candidates) {
+                if candidate.is_some() && same.contains(&range.unit) {
+                    self.reused_bytes.fetch_add(if number == 0 { range.bytes } else { 0 }, Ordering::Relaxed);
+                } else {
+                    left.push(*range);
+                    bytes.push(*buffer);
+                }
+            }
+            node.control.connection.write_ranges(&left, &bytes).await?;
         }
         Ok(())
     }
@@ -100,13 +228,14 @@ impl Upload {
             for lane in 0..lane_count {
                 let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].endpoint);
                 let (token, route) = (&self.token, self.route);
+                let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
-                    let mut connection = connect(endpoint, token, route).await?;
+                    let mut connection = Lane::new(connect(endpoint, token, route).await?);
                     tracing::trace!(lane, node = %endpoint.node, "a lane is open");
                     loop {
                         let batch = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
                         let Some(batch) = batch else { return Ok::<(), BallastError>(()) };
-                        send(&mut connection, batch, found, &|bytes| meter.add(bytes)).await?;
+                        send(&mut connection, batch, base, found, &|bytes| meter.add(bytes)).await?;
                     }
                 });
             }
@@ -120,7 +249,7 @@ impl Upload {
     /// Has every node check what it got and keep the manifest.
     pub(crate) async fn seal(&mut self, manifest: &Manifest) -> Result<(), BallastError> {
         let document = manifest.to_canonical_bytes();
-        let seals = self.nodes.iter_mut().map(|node| node.control.seal(&document));
+        let seals = self.nodes.iter_mut().map(|node| node.control.connection.seal(&document));
         futures::future::try_join_all(seals).await?;
         Ok(())
     }
@@ -130,12 +259,25 @@ impl Upload {
 fn batches(units: &[UnitSource]) -> VecDeque<Batch> {
     let mut batches = VecDeque::new();
     let mut in_files: Vec<(&Arc<SourceFile>, u64, &UnitSource)> = Vec::new();
+    let (mut of_base, mut of_base_bytes) = (Vec::new(), 0_u64);
     for unit in units.iter().filter(|unit| unit.bytes > 0) {
         match &unit.data {
             Data::Bytes(bytes) => batches.push_back(Batch::Bytes { unit: unit.unit, bytes: bytes.clone() }),
             Data::File { file, offset } => in_files.push((file, *offset, unit)),
             Data::Later => {}
+            Data::Base { unit: base_unit, patch } => {
+                let (name, base_unit, patch) = (unit.name.clone(), *base_unit, patch.clone());
+                of_base.push(OfBase { unit: unit.unit, name, base_unit, bytes: unit.bytes, patch });
+                of_base_bytes += unit.bytes;
+                if of_base_bytes >= BATCH_BYTES || of_base.len() >= BATCH_UNITS {
+                    batches.push_back(Batch::Base(std::mem::take(&mut of_base)));
+                    of_base_bytes = 0;
+                }
+            }
         }
+    }
+    if !of_base.is_empty() {
+        batches.push_back(Batch::Base(of_base));
     }
     in_files.sort_by(|a, b| (&a.0.path, a.1).cmp(&(&b.0.path, b.1)));
     let mut share: Option<(Arc<SourceFile>, Vec<SourceRange>)> = None;
@@ -162,38 +304,125 @@ fn batches(units: &[UnitSource]) -> VecDeque<Batch> {
 
 /// Sends one share over one connection, and computes its checksums at the same time where they are wanted.
 async fn send(
-    connection: &mut NodeConnection,
+    lane: &mut Lane,
     batch: Batch,
+    base: Option<(&Base, &AtomicU64)>,
     found: Option<&Mutex<Vec<Option<u64>>>>,
     sent: &(dyn Fn(u64) + Sync),
 ) -> Result<(), BallastError> {
-    let note = |checksums: Vec<(u32, u64)>| {
+    let note = |checksums: &[(u32, u64)]| {
         let Some(found) = found else { return };
         let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
         for (unit, checksum) in checksums {
-            found[unit as usize] = Some(checksum);
+            found[*unit as usize] = Some(*checksum);
         }
+    };
+    // Counted for the first node alone, as the source's checksums are computed for it alone.
+    let count = |bytes| {
+        if let Some((_, reused)) = base.filter(|_| found.is_some()) {
+            reused.fetch_add(bytes, Ordering::Relaxed);
+        }
+    };
+    let reused = |bytes| {
+        count(bytes);
+        sent(bytes);
     };
     match batch {
         Batch::Bytes { unit, bytes } => {
-            note(vec![(unit, checksum(&bytes))]);
-            connection.write(unit, 0, &bytes).await?;
-            sent(bytes.len() as u64);
+            let sum = checksum(&bytes);
+            note(&[(unit, sum)]);
+            let size = bytes.len() as u64;
+            if let Some((base, _)) = base
+                && let Some(base_unit) = base.candidate(size, sum)
+            {
+                let blake3 = Some(Digest::from_bytes(*blake3::hash(&bytes).as_bytes()));
+                let alike = DeriveUnit { unit, base_unit, bytes: size, blake3, patch: None };
+                if lane.reuse(base, &[alike]).await?.contains(&unit) {
+                    reused(size);
+                    return Ok(());
+                }
+            }
+            lane.connection.write(unit, 0, &bytes).await?;
+            sent(size);
         }
-        Batch::File { file, ranges } => {
+        Batch::File { file, mut ranges } => {
             let opened = Arc::new(file.open()?);
             let stop = StopOnDrop::default();
-            let computing = found.map(|_| compute(file, opened.clone(), ranges.clone(), &stop));
-            connection.write_from_file(opened.as_fd(), &ranges, sent).await?;
-            if let Some(computing) = computing {
-                let computed = computing
-                    .await
-                    .map_err(|error| BallastError::invalid(format!("reading the source failed: {error}")))?;
-                note(computed?);
+            // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
+            let may_reuse = |base: &Base| {
+                lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes))
+            };
+            let base = base.map(|(base, _)| base).filter(|base| may_reuse(base));
+            let mut computing = None;
+            if let Some(base) = base {
+                let sums = joined(compute(file.clone(), opened.clone(), ranges.clone(), &stop).await)?;
+                note(&sums);
+                let same = reuse_file(lane, base, &file, &opened, &ranges, &sums, &stop).await?;
+                ranges.retain(|range| {
+                    let again = !same.contains(&range.unit);
+                    if !again {
+                        reused(range.bytes);
+                    }
+                    again
+                });
+            } else {
+                computing = found.map(|_| compute(file, opened.clone(), ranges.clone(), &stop));
             }
+            lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await?;
+            if let Some(computing) = computing {
+                note(&joined(computing.await)?);
+            }
+        }
+        Batch::Base(units) => {
+            let Some((base, _)) = base else {
+                return Err(BallastError::invalid("a delta has no base to be applied to"));
+            };
+            let asked: Vec<DeriveUnit<'_>> = units.iter().map(OfBase::asked).collect();
+            let derived = lane.derive(base, &asked, sent).await.map_err(|error| underived(error, &units))?;
+            let changed = |of: &OfBase| of.patch.as_ref().map_or(0, |patch| patch.values.len() as u64);
+            count(units.iter().map(|of| of.bytes.saturating_sub(changed(of))).sum());
+            note(&derived.iter().map(|unit| (unit.unit, unit.crc64)).collect::<Vec<_>>());
         }
     }
     Ok(())
+}
+
+/// Units in a file that the base has too, taken from it.
+async fn reuse_file(
+    lane: &mut Lane,
+    base: &Base,
+    file: &Arc<SourceFile>,
+    opened: &Arc<File>,
+    ranges: &[SourceRange],
+    sums: &[(u32, u64)],
+    stop: &StopOnDrop,
+) -> Result<HashSet<u32>, BallastError> {
+    let alike = ranges.iter().zip(sums);
+    let alike = alike.filter_map(|(range, (_, sum))| Some((*range, base.candidate(range.bytes, *sum)?)));
+    let alike: Vec<(SourceRange, u32)> = alike.collect();
+    let (file, opened, stop) = (file.clone(), opened.clone(), stop.0.clone());
+    let hashing = tokio::task::spawn_blocking(move || {
+        let one = |(range, base_unit): (SourceRange, u32)| {
+            let blake3 = Some(blake3_of_file(&opened, &file, range.source_offset, range.bytes, &stop)?);
+            Ok(DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None })
+        };
+        alike.into_iter().map(one).collect::<Result<Vec<DeriveUnit<'static>>, BallastError>>()
+    });
+    lane.reuse(base, &joined(hashing.await)?).await
+}
+
+/// A delta that failed on the way names the tensors that were being made.
+fn underived(mut error: BallastError, units: &[OfBase]) -> BallastError {
+    let names: Vec<&str> = units.iter().map(|of| of.name.as_str()).take(NAMES_DETAILED).collect();
+    let shown = names[..names.len().min(NAMES_SHOWN)].join(", ");
+    let more = if units.len() > NAMES_SHOWN { ", …" } else { "" };
+    error.message =
+        format!("{} tensors could not be made out of the base ({shown}{more}): {}", units.len(), error.message);
+    error.with_details(json!({ "tensors": names }))
+}
+
+fn joined<T>(done: Result<Result<T, BallastError>, tokio::task::JoinError>) -> Result<T, BallastError> {
+    done.map_err(|error| BallastError::invalid(format!("reading the source failed: {error}")))?
 }
 
 fn compute(
@@ -241,6 +470,7 @@ mod tests {
             .map(|batch| match batch {
                 Batch::File { ranges, .. } => ranges.iter().map(|range| range.unit).collect(),
                 Batch::Bytes { unit, .. } => vec![*unit],
+                Batch::Base(units) => units.iter().map(|of| of.unit).collect(),
             })
             .collect();
         shares.sort();

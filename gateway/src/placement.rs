@@ -1,5 +1,6 @@
 //! Which node takes an import: the live one with the most free memory, ties broken by a hash of group and node, so that
-//! gateways that see the same nodes choose the same one. One node takes a whole instance.
+//! gateways that see the same nodes choose the same one. One node takes a whole instance. The target of a replacement goes
+//! where its base is, if there is room, so that what they have in common need not travel.
 //!
 //! Not here: reserving. The node does that when the importer allocates, and refuses what does not fit by then.
 
@@ -59,7 +60,7 @@ pub(crate) struct NoPlace {
     pub may_pass: bool,
 }
 
-/// Chooses a node with `needed_bytes` of free memory for `group_id`, among those heard of.
+/// Chooses a node with `needed_bytes` of free memory for `group_id`, among those heard of: the preferred one if it is one.
 ///
 /// # Errors
 /// `UNAVAILABLE` when no node serves, `CAPACITY_EXHAUSTED` with every node's numbers when none has room.
@@ -68,6 +69,7 @@ pub(crate) fn place(
     cluster_id: &ClusterId,
     group_id: &GroupId,
     needed_bytes: u64,
+    preferred: Option<&NodeId>,
     promises: &Promises,
 ) -> Result<NodeId, NoPlace> {
     let serving: Vec<&NodeStatus> = nodes.iter().filter(|status| serves(status, cluster_id)).collect();
@@ -78,7 +80,7 @@ pub(crate) fn place(
     let rank = |status: &NodeStatus| {
         let node = &status.endpoint.node;
         let promised = promised.get(node).copied().unwrap_or(0);
-        (status.memory_free_bytes().saturating_sub(promised), rendezvous(group_id, node))
+        (preferred == Some(node), status.memory_free_bytes().saturating_sub(promised), rendezvous(group_id, node))
     };
     let roomy = serving.iter().filter(|status| status.memory_free_bytes() >= needed_bytes);
     match roomy.max_by_key(|status| rank(status)) {
@@ -185,7 +187,7 @@ mod tests {
     }
 
     fn choose(nodes: &[NodeStatus], needed: u64) -> Result<String, BallastError> {
-        place(nodes, &cluster(), &group(), needed, &Promises::default())
+        place(nodes, &cluster(), &group(), needed, None, &Promises::default())
             .map(|node| node.to_string())
             .map_err(|no| no.error)
     }
@@ -203,10 +205,20 @@ mod tests {
     }
 
     #[test]
+    fn the_preferred_node_takes_what_it_has_room_for() {
+        let nodes = [node("a", 100, 50), node("b", 300, 0)];
+        let preferred = NodeId::new("a").unwrap();
+        let choose = |needed| {
+            place(&nodes, &cluster(), &group(), needed, Some(&preferred), &Promises::default()).unwrap().to_string()
+        };
+        assert_eq!((choose(50), choose(51)), ("a".to_owned(), "b".to_owned()));
+    }
+
+    #[test]
     fn imports_that_begin_at_once_are_spread_but_never_refused_for_it() {
         let nodes = [node("a", 100, 0), node("b", 100, 0)];
         let promises = Promises::default();
-        let next = || place(&nodes, &cluster(), &group(), 60, &promises).unwrap();
+        let next = || place(&nodes, &cluster(), &group(), 60, None, &promises).unwrap();
         let (first, second) = (next(), next());
         assert_ne!(first, second);
         next();
@@ -218,8 +230,9 @@ mod tests {
         assert_eq!(error.code, ErrorCode::CapacityExhausted);
         assert!(error.message.contains("ever hold 90") && error.message.contains("a has 64"), "{error}");
         assert_eq!(error.details["nodes"][1]["memory_capacity_bytes"], 32);
-        let no_room =
-            |capacity| place(&[node("a", capacity, 50)], &cluster(), &group(), 90, &Promises::default()).unwrap_err();
+        let no_room = |capacity| {
+            place(&[node("a", capacity, 50)], &cluster(), &group(), 90, None, &Promises::default()).unwrap_err()
+        };
         assert!(no_room(100).may_pass && !no_room(89).may_pass);
         let error = no_room(100).error;
         assert!(error.message.contains("free now") && error.message.contains("50 of 100"), "{error}");

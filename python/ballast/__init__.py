@@ -8,10 +8,11 @@ keep hot or cold, replace by the next generation, delete.
     ballast.wait("minilm", min_generation=2)
 
 `WeightStore` has the eleven operations behind these; `ballast.aio` has them for asyncio; `ballast.safetensors` brings
-checkpoints in and out; `ballast.dtensor` describes tensors that are spread over a device mesh.
+checkpoints in and out; `ballast.dtensor` describes tensors that are spread over a device mesh; `ballast.delta` makes the next
+generation out of a few changed elements.
 """
 
-from . import aio, dtensor, safetensors
+from . import aio, delta, dtensor, safetensors
 from ._easy import OpenRevision, Weights, get_state_dict, load, open, save, wait
 from ._errors import (
     BallastError, BusyError, CapacityExhaustedError, ChecksumMismatchError, ConflictError, DurabilityFailedError,
@@ -37,5 +38,5 @@ __all__ = [
     "WeightOperation", "WeightOperationKind", "WeightOperationStatus", "WeightPlacement", "WeightReplacement",
     "WeightResidencyState", "WeightRevisionIdentity", "WeightRevisionMetadata", "WeightRevisionPage", "WeightRevisionView",
     "WeightSnapshot", "WeightStoragePolicy", "WeightStore", "WeightUpsertMode", "WeightWriter", "Weights", "__version__", "aio",
-    "dtensor", "get_state_dict", "load", "open", "safetensors", "save", "wait",
+    "delta", "dtensor", "get_state_dict", "load", "open", "safetensors", "save", "wait",
 ]

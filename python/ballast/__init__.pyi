@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import aio as aio
+from . import delta as delta
 from . import dtensor as dtensor
 from . import safetensors as safetensors
 

@@ -58,6 +58,10 @@ class Client:
         self, replacing: str, tensors: Optional[str], path: Optional[str | PathLike[str]], policy: Optional[str],
         callback: _Progress = None, cancel: Optional[Cancel] = None,
     ) -> Writer: ...
+    def delta(
+        self, replacing: str, deltas: Sequence[tuple[Any, ...]], semantics: str, policy: Optional[str],
+        callback: _Progress = None, cancel: Optional[Cancel] = None,
+    ) -> str: ...
     def get(
         self, identity: str, placement: Optional[Placement], participant: Optional[str], buffers: Sequence[tuple[Any, ...]],
         reading: str, callback: _Progress = None, cancel: Optional[Cancel] = None,

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use ballast_client::delta::{self, Members, Semantics, SparseDelta};
 use ballast_client::{
     ConnectOptions, EventFeed, EventFilter, EventStart, Gateway, GetOptions, GetReport, GetTarget, OpenRevision,
     PlacedBuffer, Route, ShardedTensor, Source, UpsertOptions, Verify, WeightStore, next_generation, plan_replacement,
@@ -20,7 +21,7 @@ use crate::opened::Opened;
 use crate::placement::{Placement, TensorText};
 use crate::progress::progress;
 use crate::runtime::{Cancel, wait};
-use crate::writer::Writer;
+use crate::writer::{Writer, report_text};
 
 /// A revision that is waited for is looked at again after this long even without an event.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -64,6 +65,30 @@ struct Replacing {
     mode: UpsertMode,
     request_id: Option<String>,
     wait_completed: bool,
+}
+
+/// What a delta replaces.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Changing {
+    base: RevisionIdentity,
+    expected_metadata_generation: Option<u64>,
+    request_id: Option<String>,
+    wait_completed: bool,
+}
+
+/// Address and bytes of a member.
+type MemberText = (usize, usize);
+/// A sparse object: its metadata as JSON, its indices, values, tile coordinates and tile pointers.
+type DeltaText = (String, MemberText, MemberText, MemberText, MemberText);
+
+fn member(&(address, nbytes): &MemberText) -> &'static [u8] {
+    match nbytes {
+        0 => &[],
+        // SAFETY: the Python side holds the objects whose memory this is for as long as the call, which is how long the
+        // slice is used, and says where it lies.
+        _ => unsafe { std::slice::from_raw_parts(address as *const u8, nbytes) },
+    }
 }
 
 /// First element and extent.
@@ -223,6 +248,48 @@ impl Client {
             begun.await
         })?;
         Ok(Writer::new(self.gateway.clone(), writer))
+    }
+
+    /// Applies sparse deltas; answers the report of the upsert as JSON. The caller keeps the members until this returns.
+    #[pyo3(signature = (replacing, deltas, semantics, policy, callback=None, cancel=None))]
+    #[expect(clippy::too_many_arguments, reason = "one for each of the caller's")]
+    fn delta(
+        &self,
+        py: Python<'_>,
+        replacing: &str,
+        deltas: Vec<DeltaText>,
+        semantics: &str,
+        policy: Option<&str>,
+        callback: Option<Py<PyAny>>,
+        cancel: Option<&Cancel>,
+    ) -> PyResult<String> {
+        wait(py, Some(&self.gateway), cancel, async {
+            let Changing { base, expected_metadata_generation, request_id, wait_completed } =
+                read_json("the replacement", replacing)?;
+            let policy = policy.map(|policy| read_json("the policy", policy)).transpose()?;
+            let semantics = match semantics {
+                "overwrite" => Semantics::Overwrite,
+                "additive" => Semantics::Additive,
+                other => {
+                    return Err(BallastError::invalid(format!("semantics is {other:?}; overwrite or additive")));
+                }
+            };
+            let read = |(metadata, indices, values, tile_coords, tile_ptr): &DeltaText| {
+                let members = Members {
+                    indices: member(indices),
+                    values: member(values),
+                    tile_coords: member(tile_coords),
+                    tile_ptr: member(tile_ptr),
+                };
+                SparseDelta::new(metadata, &members)
+            };
+            let deltas: Vec<SparseDelta> = deltas.iter().map(read).collect::<Result<_, _>>()?;
+            let options = UpsertOptions { policy, request_id, wait_completed, ..UpsertOptions::default() };
+            let progress = progress(callback);
+            let applied =
+                delta::upsert(&self.store, &deltas, semantics, &base, expected_metadata_generation, options, progress);
+            report_text(applied.await?)
+        })
     }
 
     /// Reads into buffers; answers the report as JSON. The caller keeps the buffers until this returns.

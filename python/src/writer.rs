@@ -10,6 +10,20 @@ use serde_json::json;
 use crate::error::{raise, to_json};
 use crate::runtime::{Cancel, Owned, wait};
 
+/// What a put did, as JSON.
+pub(crate) fn report_text(report: PutReport) -> Result<String, BallastError> {
+    let PutReport { revision, claim, existed, bytes, elapsed, transport, reused_bytes } = report;
+    to_json(&json!({
+        "revision": revision,
+        "claim": claim,
+        "existed": existed,
+        "bytes": bytes,
+        "seconds": elapsed.as_secs_f64(),
+        "transport": transport.map(|transport| transport.to_string()),
+        "reused_bytes": reused_bytes,
+    }))
+}
+
 /// A revision being published.
 #[pyclass(frozen, module = "ballast._native")]
 pub(crate) struct Writer {
@@ -76,15 +90,7 @@ impl Writer {
     fn commit(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<String> {
         let writer = self.take(py)?;
         let report = wait(py, Some(&self.gateway), cancel, writer.commit())?;
-        let PutReport { revision, claim, existed, bytes, elapsed, transport } = report;
-        let text = to_json(&json!({
-            "revision": revision,
-            "claim": claim,
-            "existed": existed,
-            "bytes": bytes,
-            "seconds": elapsed.as_secs_f64(),
-            "transport": transport.map(|transport| transport.to_string()),
-        }));
+        let text = report_text(report);
         text.map_err(|error| raise(py, &error))
     }
 

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import ballast
-from ballast import _native, aio, dtensor, safetensors
+from ballast import _native, aio, delta, dtensor, safetensors
 
 FOLDER = pathlib.Path(ballast.__file__).parent
 
@@ -37,7 +37,7 @@ def check_function(where, node, found):
     assert defaulted == with_default, where
 
 
-@pytest.mark.parametrize("module", [ballast, aio, dtensor, safetensors], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [ballast, aio, delta, dtensor, safetensors], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_stub_as_it_is(module):
     stub = stub_of(module)
     public = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name)) and name != "__version__"]

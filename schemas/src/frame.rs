@@ -12,6 +12,7 @@ use crate::command::Receipt;
 use crate::digest::Digest;
 use crate::error::BallastError;
 use crate::inventory::Bitmap;
+use crate::node::NodeEndpoint;
 use crate::position::{InstanceId, LogPosition, NodeId};
 
 /// The protocol that this build speaks; `Hello` carries it and a node refuses another.
@@ -24,6 +25,10 @@ pub const DATA_BYTES_MAX: u64 = 8 * 1024 * 1024;
 pub const DOCUMENT_BYTES_MAX: u64 = 512 * 1024 * 1024;
 /// Ranges in one `ReadRanges`, `Write` or `WriteFd` request.
 pub const RANGES_MAX: usize = 65_536;
+/// Ranges in one `Derive` request, which say more each.
+pub const DERIVED_RANGES_MAX: usize = 8_192;
+/// Nodes that one `OpenBase` request may name.
+pub const HOLDERS_MAX: usize = 64;
 /// Descriptors in one `Segments` response.
 pub const DESCRIPTORS_MAX: usize = 64;
 
@@ -83,6 +88,19 @@ pub enum Request {
         /// What goes where.
         ranges: Vec<SourceRange>,
     },
+    /// Names the sealed instance that `Derive` takes bytes from. It must stay readable under the caller's lease.
+    OpenBase {
+        /// The token for reading it.
+        token: String,
+        /// Nodes that hold it, for a node that does not.
+        holders: Vec<NodeEndpoint>,
+    },
+    /// Makes units of the instance out of units of the base, without their bytes travelling. The payload is the
+    /// concatenation of all patches: the indices of one, its values, and then the next one's.
+    Derive {
+        /// What is made, in order; the ranges of one unit follow each other from its first byte to its last.
+        ranges: Vec<DerivedRange>,
+    },
     /// Ends the import: the node checks every unit against the manifest, which is the payload.
     Seal,
     /// Asks what the node holds.
@@ -130,6 +148,114 @@ pub struct ByteRange {
     pub bytes: u64,
 }
 
+/// Bytes of a unit that are those at the same place in a unit of the base, but for what the patch changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DerivedRange {
+    /// The unit that is made.
+    pub unit: u32,
+    /// The unit of the base, of the same size.
+    pub base_unit: u32,
+    /// First byte inside both.
+    pub offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+    /// BLAKE3 that the whole unit of the base must have for this to be what the caller means; `None`: whatever it has.
+    pub blake3: Option<Digest>,
+    /// What differs.
+    pub patch: Option<Patch>,
+}
+
+/// Elements of a range that differ from the base's. Its bytes are in the payload: for each element, in ascending order, its
+/// distance from the one before (the first: from the range's first element) as a LEB128 number, and then their values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Patch {
+    /// What is done with a value.
+    pub rule: PatchRule,
+    /// How many elements.
+    pub entries: u32,
+    /// Bytes of their distances.
+    pub index_bytes: u32,
+}
+
+/// What a patch does with each of its values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PatchRule {
+    /// It takes the place of the element.
+    Overwrite {
+        /// Bytes of an element: 1, 2, 4 or 8.
+        item_bytes: u32,
+    },
+    /// It is added to the element.
+    Add {
+        /// What the elements are.
+        number: Number,
+    },
+}
+
+impl PatchRule {
+    /// Bytes of an element.
+    #[must_use]
+    pub fn item_bytes(self) -> u32 {
+        match self {
+            Self::Overwrite { item_bytes } => item_bytes,
+            Self::Add { number } => number.item_bytes(),
+        }
+    }
+}
+
+/// Numbers that can be added. Halves are added as 32-bit floats and rounded once, to nearest even; whole numbers wrap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the names of the safetensors format")]
+pub enum Number {
+    F64,
+    F32,
+    F16,
+    BF16,
+    I64,
+    I32,
+    I16,
+    I8,
+    U64,
+    U32,
+    U16,
+    U8,
+}
+
+impl Number {
+    /// A number by its safetensors name; `None` for what can not be added.
+    #[must_use]
+    pub fn from_dtype(dtype: &str) -> Option<Self> {
+        Some(match dtype {
+            "F64" => Self::F64,
+            "F32" => Self::F32,
+            "F16" => Self::F16,
+            "BF16" => Self::BF16,
+            "I64" => Self::I64,
+            "I32" => Self::I32,
+            "I16" => Self::I16,
+            "I8" => Self::I8,
+            "U64" => Self::U64,
+            "U32" => Self::U32,
+            "U16" => Self::U16,
+            "U8" => Self::U8,
+            _ => return None,
+        })
+    }
+
+    /// Bytes of one.
+    #[must_use]
+    pub fn item_bytes(self) -> u32 {
+        match self {
+            Self::F64 | Self::I64 | Self::U64 => 8,
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            Self::F16 | Self::BF16 | Self::I16 | Self::U16 => 2,
+            Self::I8 | Self::U8 => 1,
+        }
+    }
+}
+
 /// Bytes of a unit to read.
 pub type ReadRange = ByteRange;
 
@@ -150,6 +276,16 @@ pub enum Response {
     Written {
         /// Bytes written.
         bytes: u64,
+    },
+    /// To `OpenBase`.
+    BaseOpened {
+        /// Whether this node holds all of it; otherwise its bytes come from another one.
+        here: bool,
+    },
+    /// To `Derive`: the units whose last byte was made, in order.
+    Derived {
+        /// What became of each.
+        units: Vec<DerivedUnit>,
     },
     /// To `Seal`.
     Sealed(Receipt),
@@ -176,6 +312,18 @@ pub enum Response {
     },
     /// The request failed; nothing after the bytes already answered for was done.
     Error(BallastError),
+}
+
+/// A unit that was made out of the base's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DerivedUnit {
+    /// Which one.
+    pub unit: u32,
+    /// CRC-64/NVME of its bytes.
+    pub crc64: u64,
+    /// Whether the unit of the base had the BLAKE3 asked for. If not, the unit has to be written.
+    pub same: bool,
 }
 
 /// Who answers a `Hello`.

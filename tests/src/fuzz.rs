@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use ballast_client::delta::{Members, SparseDelta};
 use ballast_schemas::manifest::Manifest;
 use ballast_schemas::placement::{Placement, PlacementPart};
 use ballast_schemas::{
@@ -537,6 +538,7 @@ fn messages() -> Vec<Target> {
             shape: Shape::Binary,
             run: token,
         },
+        Target { name: "delta", corpus: vec![text(&sparse_object())], shape: Shape::Json, run: sparse_delta },
         Target {
             name: "name",
             corpus: vec![b"team:models/chat@main#12".to_vec(), b"chat".to_vec()],
@@ -544,6 +546,32 @@ fn messages() -> Vec<Target> {
             run: |bytes| std::str::from_utf8(bytes).is_ok_and(|text| LineageKey::parse_short_name(text).is_ok()),
         },
     ]
+}
+
+/// The metadata of a sparse object of two entries.
+fn sparse_object() -> Value {
+    json!({
+        "schema": "mooncake.sparse_object", "version": 1, "coordinate_space": "global", "tensor_id": "w",
+        "global_shape": [4, 6], "global_offset": [0, 0], "local_shape": [4, 6], "tile_shape": [2, 3], "nnz": 2,
+        "base_generation": 1, "delta_generation": 2, "index_dtype": "uint16", "value_dtype": "bfloat16",
+        "apply": "scatter_add", "source_placement": [],
+        "members": {
+            "indices": {"dtype": "uint16", "shape": [2, 2]}, "values": {"dtype": "bfloat16", "shape": [2]},
+            "tile_coords": {"dtype": "uint16", "shape": [2, 2]}, "tile_ptr": {"dtype": "uint64", "shape": [3]},
+        },
+    })
+}
+
+/// Metadata with the members of [`sparse_object`].
+fn sparse_delta(bytes: &[u8]) -> bool {
+    let words = |numbers: &[u16]| numbers.iter().flat_map(|number| number.to_le_bytes()).collect::<Vec<u8>>();
+    let members = Members {
+        indices: &words(&[1, 1, 3, 5]),
+        values: &words(&[0x3f80, 0x4000]),
+        tile_coords: &words(&[0, 0, 1, 1]),
+        tile_ptr: &[0_u64, 1, 2].map(u64::to_le_bytes).concat(),
+    };
+    std::str::from_utf8(bytes).is_ok_and(|text| SparseDelta::new(text, &members).is_ok())
 }
 
 fn position(seq: u64) -> LogPosition {
@@ -556,6 +584,21 @@ fn frames() -> Vec<Vec<u8>> {
         frame::Request::Hello { protocol: 1, token: "blt1.00.00".into() },
         frame::Request::Allocate { unit_count: 3, layout_digest: Digest::of(b"layout") },
         frame::Request::Write { ranges: vec![range(), range()] },
+        frame::Request::OpenBase { token: "blt1.00.00".into(), holders: Vec::new() },
+        frame::Request::Derive {
+            ranges: vec![frame::DerivedRange {
+                unit: 3,
+                base_unit: 3,
+                offset: 0,
+                bytes: 4096,
+                blake3: Some(Digest::of(b"unit")),
+                patch: Some(frame::Patch {
+                    rule: frame::PatchRule::Add { number: frame::Number::BF16 },
+                    entries: 8,
+                    index_bytes: 8,
+                }),
+            }],
+        },
         frame::Request::Seal,
         frame::Request::MapSegments { memory: true, cold: false },
     ];

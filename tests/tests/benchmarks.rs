@@ -9,6 +9,8 @@ async fn every_line_of_the_benchmarks_gives_a_figure() {
     let report = run(&options, |row| println!("{}", row.line())).await.unwrap();
     let names: Vec<&str> = report.rows.iter().map(|row| row.name.as_str()).collect();
     for line in [
+        "delta of 1 % until READY",
+        "bytes of that delta over the wire",
         "fold of decoded envelopes",
         "fold with checksum and decoding",
         "lone mutation, through a replica",
@@ -25,6 +27,12 @@ async fn every_line_of_the_benchmarks_gives_a_figure() {
         "lease command on any revision",
         "AUTO tick that looks",
         "AUTO tick that moves 16",
+        "reshard TP4 on dim 0 to TP8 on dim 0",
+        "reshard TP4 on dim 0 to TP8 on dim 1",
+        "reshard TP4 on dim 0 to TP8 on dim 2",
+        "plan of one rank of TP8",
+        "plan of all ranks of TP8",
+        "manifest parsed and checked",
     ] {
         assert!(names.contains(&line), "no figure for {line:?} among {names:?}");
     }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, Description, HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange,
-    Request, RequestHeader, Response, ResponseHeader, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply, PROTOCOL_VERSION,
+    RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
 };
 use ballast_schemas::{AffinityIndex, BallastError, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
@@ -20,6 +20,7 @@ use crate::batching::{batches, read_batch, targets};
 use crate::layout::GroupLayout;
 use crate::mapped::MappedInstance;
 use crate::node_store::Allocated;
+use crate::patch::{DeriveUnit, requests};
 use crate::transfer_error::TransferError;
 use crate::wire::{Socket, Wire, WireError};
 
@@ -320,6 +321,49 @@ impl NodeConnection {
         }
     }
 
+    /// Names the instance that units are derived from, by a token to read it, and other nodes that hold it. Answers whether
+    /// this node has it itself. Stays in force for the life of the connection.
+    ///
+    /// # Errors
+    /// `UNAVAILABLE` when it can be read nowhere; otherwise when the node refuses.
+    pub async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<bool, TransferError> {
+        let body =
+            Request::OpenBase { token: token.to_owned(), holders: holders.iter().take(HOLDERS_MAX).cloned().collect() };
+        match self.call(body, &[], &[], self.options.patience).await?.body {
+            Response::BaseOpened { here } => Ok(here),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Makes units out of those of the base, and answers what became of each. `progress` is told the bytes of each step.
+    ///
+    /// # Errors
+    /// `CHECKSUM_MISMATCH` when the base's bytes are wrong; otherwise when the node refuses, or the connection breaks. Units
+    /// that are not answered for must be made again, or written.
+    pub async fn derive(
+        &mut self,
+        units: &[DeriveUnit<'_>],
+        mut progress: impl FnMut(u64),
+    ) -> Result<Vec<DerivedUnit>, TransferError> {
+        for unit in units {
+            unit.check().map_err(BallastError::invalid)?;
+        }
+        let mut derived = Vec::with_capacity(units.len());
+        for request in requests(units) {
+            let body = Request::Derive { ranges: request.ranges };
+            match self.call(body, &[&request.payload], &[], self.options.patience).await?.body {
+                Response::Derived { units } => derived.extend(units),
+                other => return Err(self.unexpected(&other)),
+            }
+            progress(request.bytes);
+        }
+        if derived.len() == units.len() && derived.iter().zip(units).all(|(made, asked)| made.unit == asked.unit) {
+            Ok(derived)
+        } else {
+            Err(self.protocol(format!("{} units were derived, {} were asked for", derived.len(), units.len())))
+        }
+    }
+
     /// Ends the import: the node checks every unit against the manifest.
     ///
     /// # Errors
@@ -571,6 +615,8 @@ fn name(response: &Response) -> &'static str {
         Response::Hello(_) => "Hello",
         Response::Allocated { .. } => "Allocated",
         Response::Written { .. } => "Written",
+        Response::BaseOpened { .. } => "BaseOpened",
+        Response::Derived { .. } => "Derived",
         Response::Sealed(_) => "Sealed",
         Response::Described(_) => "Described",
         Response::Document { .. } => "Document",

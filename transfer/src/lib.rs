@@ -8,6 +8,9 @@ mod client_end;
 mod cold_engine;
 mod cold_files;
 mod cold_tier;
+mod deriving;
+#[cfg(test)]
+mod deriving_tests;
 mod error;
 mod folder;
 mod guard;
@@ -16,6 +19,7 @@ mod mapped;
 mod memory_tier;
 mod node_store;
 mod objects;
+mod patch;
 #[cfg(test)]
 mod process_tests;
 #[cfg(test)]
@@ -48,6 +52,7 @@ pub use node_store::{
     NodeStoreOptions, NodeUsage, OpenError,
 };
 pub use objects::Cleared;
+pub use patch::{DeriveUnit, UnitPatch};
 pub use record::RecordError;
 pub use server::{BindError, DataPlane, DataPlaneOptions};
 pub use token::{TOKEN_KEY_BYTES, TOKEN_LEEWAY_MS, TokenError, TokenGate, TokenKey, TokenKeyError};

@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 use crate::client_end::*;
 use crate::cold_tier::Progress;
 use crate::layout::GroupLayout;
-use crate::node_store::NodeStore;
+use crate::node_store::{NodeStore, NodeStoreOptions};
 use crate::server::{DataPlane, DataPlaneOptions};
 use crate::testing::*;
 use crate::token::{TokenGate, TokenKey, now_unix_ms};
@@ -61,7 +61,7 @@ pub(crate) struct Node {
     pub(crate) endpoint: NodeEndpoint,
     stop: Option<oneshot::Sender<()>>,
     running: Option<tokio::task::JoinHandle<()>>,
-    _folders: Folders,
+    pub(crate) folders: Folders,
 }
 
 impl Node {
@@ -70,8 +70,13 @@ impl Node {
     }
 
     async fn start_with(options: DataPlaneOptions) -> Self {
+        Self::start_named("node-1", options).await
+    }
+
+    pub(crate) async fn start_named(name: &str, options: DataPlaneOptions) -> Self {
         let folders = Folders::new();
-        let store = folders.open();
+        let store =
+            NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
         let options = DataPlaneOptions {
             unix_socket: Some(folders.cold.path().join("data.sock")),
             tcp: Some("127.0.0.1:0".parse().unwrap()),
@@ -81,7 +86,7 @@ impl Node {
         gate.set(key());
         let plane = DataPlane::bind(options, store.clone(), gate).await.unwrap();
         let endpoint = NodeEndpoint {
-            node: NodeId::new("node-1").unwrap(),
+            node: store.node().clone(),
             host_id: host_id().unwrap(),
             unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
             tcp: plane.tcp_address().map(|address| address.to_string()),
@@ -90,10 +95,10 @@ impl Node {
         let running = tokio::spawn(plane.run(async move {
             let _ = stopped.await;
         }));
-        Self { store, endpoint, stop: Some(stop), running: Some(running), _folders: folders }
+        Self { store, endpoint, stop: Some(stop), running: Some(running), folders }
     }
 
-    async fn connect(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
+    pub(crate) async fn connect(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
         let options = ConnectOptions { route, ..ConnectOptions::default() };
         NodeConnection::connect(&self.endpoint, &token(id, right), &options).await.unwrap()
     }
@@ -297,7 +302,7 @@ async fn a_wrong_copy_on_disk_is_an_error_and_not_bytes() {
     let id = named(1);
     import(&node.store, &id, &SIZES);
     node.demote(&id, 0..4);
-    let folder = node._folders.cold.path().join("instances").join(crate::memory_tier::instance_folder(&id));
+    let folder = node.folders.cold.path().join("instances").join(crate::memory_tier::instance_folder(&id));
     let segment = std::fs::File::options().write(true).open(folder.join("segment-000000")).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&segment, b"spoiled", 12_288 + 2_000_000).unwrap();
     segment.sync_all().unwrap();

@@ -9,16 +9,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, HelloReply, PROTOCOL_VERSION, RANGES_MAX,
-    ReadRange, Request, RequestHeader, Response, ResponseHeader, SegmentGrant, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DERIVED_RANGES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, DerivedRange, HOLDERS_MAX,
+    HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader,
+    SegmentGrant, SourceRange,
 };
-use ballast_schemas::{BallastError, Digest, ErrorCode, SessionId, TokenClaims, TokenRight, UNITS_MAX};
+use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint, SessionId, TokenClaims, TokenRight, UNITS_MAX};
 use bytes::{Bytes, BytesMut};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::cold_tier::Progress;
+use crate::deriving::{Base, Deriving};
 use crate::error::StoreError;
 use crate::layout::GroupLayout;
 use crate::node_store::NodeStore;
@@ -243,11 +245,14 @@ struct Connection<'a> {
     shared: &'a Arc<Shared>,
     wire: Wire,
     claims: Option<TokenClaims>,
+    /// What units are derived from.
+    base: Option<Base>,
 }
 
 impl Shared {
     async fn serve(self: Arc<Self>, socket: Socket) {
-        let mut connection = Connection { shared: &self, wire: Wire::new(socket, self.options.stall), claims: None };
+        let wire = Wire::new(socket, self.options.stall);
+        let mut connection = Connection { shared: &self, wire, claims: None, base: None };
         let Ok(_permit) = self.connections.clone().try_acquire_owned() else {
             let message = format!("the node serves {} connections already; try again", self.options.connections_max);
             let error = BallastError::new(ErrorCode::Unavailable, message);
@@ -288,7 +293,7 @@ impl Connection<'_> {
         let descriptors = self.wire.take_descriptors(descriptors)?;
         let limit = match &body {
             Request::Allocate { .. } => u64::from(UNITS_MAX) * 8,
-            Request::Write { .. } => DATA_BYTES_MAX,
+            Request::Write { .. } | Request::Derive { .. } => DATA_BYTES_MAX,
             Request::Seal => DOCUMENT_BYTES_MAX,
             _ => 0,
         };
@@ -322,6 +327,8 @@ impl Connection<'_> {
             Request::Allocate { unit_count, layout_digest } => self.allocate(unit_count, layout_digest, payload).await,
             Request::Write { ranges } => self.write(ranges, payload).await,
             Request::WriteFd { ranges } => self.write_from_descriptor(ranges, descriptors).await,
+            Request::OpenBase { token, holders } => self.open_base(&token, &holders).await,
+            Request::Derive { ranges } => self.derive(ranges, payload).await,
             Request::Seal => self.seal(payload).await,
             Request::Describe => {
                 let claims = self.claims()?;
@@ -351,11 +358,7 @@ impl Connection<'_> {
                 format!("this node speaks protocol {PROTOCOL_VERSION}, the caller {protocol}; upgrade the older");
             return Err(invalid(message));
         }
-        let Some(key) = self.shared.gate.key() else {
-            let message = "this node has not been introduced to its cluster yet; try again";
-            return Err(BallastError::new(ErrorCode::Unavailable, message).into());
-        };
-        let claims = key.verify(token, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))?;
+        let claims = self.verify(token)?;
         if let Some(before) = self.claims.as_ref().filter(|before| before.instance != claims.instance) {
             return Err(unauthorized(format!(
                 "this connection acts for {}, the token is for another",
@@ -371,6 +374,14 @@ impl Connection<'_> {
         };
         self.claims = Some(claims);
         Ok(self.send(Response::Hello(reply)).await?)
+    }
+
+    fn verify(&self, token: &str) -> Result<TokenClaims, Failure> {
+        let Some(key) = self.shared.gate.key() else {
+            let message = "this node has not been introduced to its cluster yet; try again";
+            return Err(BallastError::new(ErrorCode::Unavailable, message).into());
+        };
+        key.verify(token, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))
     }
 
     fn claims(&self) -> Result<TokenClaims, Failure> {
@@ -481,6 +492,43 @@ impl Connection<'_> {
         })
         .await?;
         Ok(self.send(Response::Written { bytes }).await?)
+    }
+
+    async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<(), Failure> {
+        self.importer()?;
+        let claims = self.verify(token)?;
+        if claims.right != TokenRight::Read {
+            return Err(unauthorized("the token of a base must allow reading it"));
+        }
+        if holders.len() > HOLDERS_MAX {
+            return Err(invalid(format!("{} holders; at most {HOLDERS_MAX} fit one request", holders.len())));
+        }
+        self.base = None;
+        let base = Base::open(&self.shared.store, claims, token, holders).await?;
+        let here = base.is_here();
+        self.base = Some(base);
+        Ok(self.send(Response::BaseOpened { here }).await?)
+    }
+
+    async fn derive(&mut self, ranges: Vec<DerivedRange>, payload: &mut Payload) -> Result<(), Failure> {
+        let (claims, session_id) = self.importer()?;
+        if ranges.len() > DERIVED_RANGES_MAX {
+            return Err(invalid(format!("{} ranges; at most {DERIVED_RANGES_MAX} fit one request", ranges.len())));
+        }
+        let Some(mut base) = self.base.take() else {
+            return Err(invalid("open the base first"));
+        };
+        check_time(&base.claims, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))?;
+        let payload = self.read_document(payload).await?;
+        let work =
+            Deriving { store: self.shared.store.clone(), instance: claims.instance, session_id, ranges, payload };
+        let made = tokio::task::spawn_blocking(move || {
+            let result = base.derive(&work);
+            (base, result)
+        });
+        let (base, result) = joined(made.await)?;
+        self.base = Some(base);
+        Ok(self.send(Response::Derived { units: result? }).await?)
     }
 
     async fn seal(&mut self, payload: &mut Payload) -> Result<(), Failure> {

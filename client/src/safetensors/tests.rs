@@ -21,7 +21,7 @@ fn read(unit: &UnitSource) -> Vec<u8> {
             file.open().unwrap().read_exact_at(&mut bytes, *offset).unwrap();
             bytes
         }
-        Data::Later => panic!("no bytes for {}", unit.name),
+        Data::Later | Data::Base { .. } => panic!("no bytes for {}", unit.name),
     }
 }
 

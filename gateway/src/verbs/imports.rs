@@ -55,8 +55,9 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
 /// The nodes that take the import. What the fold refuses anyway is not held up by a lack of room: then its own placement will do.
 async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result<Vec<NodeId>, BallastError> {
     let identity = &request.identity;
-    let (refused_anyway, watermark) =
-        context.replica.read(|state| (standing_placement(state, identity), state.watermark(&identity.lineage())));
+    let (refused_anyway, watermark, preferred) = context.replica.read(|state| {
+        (standing_placement(state, identity), state.watermark(&identity.lineage()), beside_base(state, identity))
+    });
     if let Some(placement) = refused_anyway {
         return Ok(placement);
     }
@@ -76,6 +77,7 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
             &context.cluster_id,
             &identity.group_id(),
             request.reserved_bytes,
+            preferred.as_ref(),
             &context.promises,
         )
     };
@@ -137,6 +139,13 @@ fn standing_placement(state: &State, identity: &RevisionIdentity) -> Option<Vec<
     let has_to_wait =
         claim.target != *identity || (claim.mode == UpsertMode::DeleteFirst && claim.phase == ClaimPhase::DeletingBase);
     if has_to_wait { placement(&claim.base) } else { None }
+}
+
+/// The node that holds the base of the replacement that this import is the target of.
+fn beside_base(state: &State, identity: &RevisionIdentity) -> Option<NodeId> {
+    let claim = state.claim(&identity.lineage())?;
+    let is_target = claim.target == *identity && !claim.phase.is_terminal() && claim.mode == UpsertMode::PutFirst;
+    state.revision(&claim.base).filter(|_| is_target)?.placement.first().cloned()
 }
 
 /// Where the session's nodes listen; every one of them must live.

@@ -5,6 +5,7 @@
 
 mod cluster;
 mod dbos;
+mod delta;
 mod fold;
 mod lone;
 mod many;
@@ -48,6 +49,8 @@ pub struct Options {
     pub model_bytes: u64,
     /// Tensors of the model that is planned for.
     pub planned_tensors: usize,
+    /// Bytes of the model that a delta changes.
+    pub delta_bytes: u64,
     /// Where the server keeps its log; it must be a disk for a sync to mean anything.
     pub folder: PathBuf,
     /// A Python with DBOS, and the script that measures it.
@@ -69,6 +72,7 @@ impl Options {
             many_revisions: 1_000_000,
             model_bytes: 1 << 30,
             planned_tensors: 100_000,
+            delta_bytes: 1 << 30,
             program,
             folder,
             dbos: None,
@@ -88,13 +92,14 @@ impl Options {
             many_revisions: 400,
             model_bytes: 64 << 20,
             planned_tensors: 200,
+            delta_bytes: 4 << 20,
             ..Self::full(program, folder)
         }
     }
 }
 
 /// Lines, in the order they are measured; each gives one or more rows.
-pub const LINES: [&str; 7] = ["fold", "lone", "many", "operations", "restore", "scale", "reshard"];
+pub const LINES: [&str; 8] = ["fold", "lone", "many", "operations", "restore", "scale", "reshard", "delta"];
 
 /// Measures every line that the options ask for; `tell` hears of each row at once.
 ///
@@ -108,6 +113,7 @@ pub async fn run(options: &Options, mut tell: impl FnMut(&Row)) -> Result<Report
             continue;
         }
         let rows = match line {
+            "delta" => delta::measure(options).await?,
             "fold" => fold::measure(options)?,
             "lone" => lone::measure(options).await?,
             "many" => many::measure(options).await?,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_nats::Client;
 use ballast_gateway::{Gateway, GatewayOptions};
+use ballast_journal::nodes::Directory;
 use ballast_journal::{
     EmbeddedServer, JetStreamLog, Replica, ReplicaOptions, ServerOptions, SnapshotRules, StreamOptions, Streams,
     UpkeepOptions, connect, open_streams,
@@ -67,8 +68,8 @@ impl Site {
         }
     }
 
-    /// A gateway, and a node that it can send readers to.
-    pub async fn gateway(&self) -> Result<GatewayAtWork, Error> {
+    /// A gateway that knows of no node.
+    pub async fn gateway_alone(&self) -> Result<GatewayAtWork, Error> {
         let never = Duration::from_secs(24 * 3600);
         let options = GatewayOptions {
             streams: stream_options(),
@@ -84,10 +85,16 @@ impl Site {
             let ended = gateway.run(async { drop(stopped.await) }).await;
             ended.map_err(|error| error.to_string())
         });
-        let speaking = tokio::spawn(speak(self.client.clone(), self.status()));
-        let heard = handle.directory().wait_for(CONNECT_PATIENCE, |directory| directory.node(&node(0))).await;
+        Ok(GatewayAtWork { replica, directory: handle.directory().clone(), stop, running, speaking: None })
+    }
+
+    /// A gateway, and a node that it can send readers to.
+    pub async fn gateway(&self) -> Result<GatewayAtWork, Error> {
+        let mut gateway = self.gateway_alone().await?;
+        gateway.speaking = Some(tokio::spawn(speak(self.client.clone(), self.status())));
+        let heard = gateway.directory.wait_for(CONNECT_PATIENCE, |directory| directory.node(&node(0))).await;
         heard.ok_or("the gateway did not hear of the node")?;
-        Ok(GatewayAtWork { replica, stop, running, speaking })
+        Ok(gateway)
     }
 
     fn status(&self) -> NodeStatus {
@@ -129,14 +136,17 @@ async fn speak(client: Client, status: NodeStatus) {
 /// A gateway that answers.
 pub(super) struct GatewayAtWork {
     pub replica: Replica,
+    pub directory: Directory,
     stop: oneshot::Sender<()>,
     running: JoinHandle<Result<(), String>>,
-    speaking: JoinHandle<()>,
+    speaking: Option<JoinHandle<()>>,
 }
 
 impl GatewayAtWork {
     pub async fn stop(self) -> Result<(), Error> {
-        self.speaking.abort();
+        if let Some(speaking) = self.speaking {
+            speaking.abort();
+        }
         drop(self.stop);
         Ok(self.running.await??)
     }

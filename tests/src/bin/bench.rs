@@ -20,7 +20,7 @@ struct Arguments {
     /// How long a run takes of the lines that count what is done in a while.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
-    /// Only the lines with this in their name: fold, lone, many, operations, restore, scale, reshard.
+    /// Only the lines with this in their name: fold, lone, many, operations, restore, scale, reshard, delta.
     #[arg(long)]
     only: Option<String>,
     /// A Python that has DBOS; without it DBOS is left out.

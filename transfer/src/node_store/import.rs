@@ -244,6 +244,24 @@ impl NodeStore {
         Ok(total)
     }
 
+    /// The checksum of a unit of an import, as it was computed while its bytes were written in order.
+    ///
+    /// # Errors
+    /// When they were not: somebody else writes the same unit.
+    pub(crate) fn written_checksum(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        unit: u32,
+    ) -> Result<u64, StoreError> {
+        let instance = self.served(id)?;
+        instance.check_session(session_id)?;
+        match lock(&instance.writes).units.get(unit as usize).map(|write| &write.order) {
+            Some(Order::Complete(sum)) => Ok(*sum),
+            _ => Err(StoreError::Invalid(format!("unit {unit} of {id} is being written by somebody else as well"))),
+        }
+    }
+
     /// Ends an import: refuses further writers, compares every unit in memory with its checksum, and makes manifest and
     /// index durable. Repeating it with the same manifest answers the same.
     ///

@@ -296,6 +296,26 @@ impl NodeStore {
         StoreError::Checksum { instance: id.clone(), place: "the cold tier", units: vec![mismatch] }
     }
 
+    /// A whole unit read from memory by the data plane did not match. It is looked at again, and no longer handed out if it
+    /// is wrong.
+    pub(crate) fn report_bad_hot(&self, id: &InstanceId, mismatch: Mismatch) -> StoreError {
+        let lost = self.served(id).and_then(|instance| {
+            let _queue = lock(&instance.queue);
+            let sealed = instance.sealed()?;
+            if !lock(&instance.state).units.hot().get(mismatch.unit) {
+                return Ok(());
+            }
+            match instance.check_memory(&[mismatch.unit], &|unit| sealed.checksum(unit))? {
+                wrong if wrong.is_empty() => Ok(()),
+                wrong => instance.lose_hot(&wrong),
+            }
+        });
+        if let Err(error) = lost {
+            tracing::error!(%error, instance = %id, unit = mismatch.unit, "can not give up a wrong copy in memory");
+        }
+        StoreError::Checksum { instance: id.clone(), place: "memory", units: vec![mismatch] }
+    }
+
     fn target(&self, effect: &UnitEffect) -> Result<(Arc<Instance>, Vec<u32>), StoreError> {
         let instance = self.served(&effect.instance)?;
         let units = instance.units_of(&effect.units)?;

@@ -1,0 +1,247 @@
+//! From deltas in the coordinates of whole tensors to patches of the base's units, where boxes lie one after the other and
+//! tied tensors are one.
+
+use std::collections::HashMap;
+
+use ballast_schemas::BallastError;
+use ballast_schemas::frame::{Number, PatchRule};
+use ballast_schemas::manifest::{Fragment, Manifest, ROW_MAJOR};
+use ballast_transfer::UnitPatch;
+use serde_json::json;
+
+use super::{Semantics, SparseDelta};
+
+/// What the deltas change in each unit.
+pub(super) fn lower(
+    manifest: &Manifest,
+    deltas: &[SparseDelta],
+    semantics: Semantics,
+) -> Result<HashMap<u32, UnitPatch>, BallastError> {
+    let mut patches: HashMap<u32, UnitPatch> = HashMap::new();
+    for delta in deltas {
+        let rule = rule(manifest, delta, semantics)?;
+        let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
+        let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { continue };
+        let elements = places(delta, &fragments)?;
+        let patch = patches.entry(unit).or_insert_with(|| UnitPatch { rule, elements: Vec::new(), values: Vec::new() });
+        patch.elements.extend(elements);
+        patch.values.extend_from_slice(delta.values());
+    }
+    for (unit, patch) in &mut patches {
+        sort(patch);
+        let twice = patch.elements.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+        if let (Semantics::Overwrite, Some(element)) = (semantics, twice) {
+            let names = manifest.affinity_groups().get(*unit as usize).map(|names| names.join(", "));
+            let tensor = names.unwrap_or_default();
+            let message = format!(
+                "the deltas of tensor {tensor:?} overwrite element {element} of its storage twice; which is meant?"
+            );
+            return Err(BallastError::invalid(message).with_details(json!({ "tensor": tensor })));
+        }
+    }
+    patches.retain(|_, patch| !patch.elements.is_empty());
+    Ok(patches)
+}
+
+/// Whether the delta fits the base's tensor, and what is done with its values.
+fn rule(manifest: &Manifest, delta: &SparseDelta, semantics: Semantics) -> Result<PatchRule, BallastError> {
+    let Some(tensor) = manifest.tensor(delta.tensor_id()) else {
+        let (resource, generation) = (manifest.resource_id(), manifest.weight_generation());
+        return Err(delta.refuse(format!("generation {generation} of {resource} has no such tensor")));
+    };
+    if tensor.layout_fingerprint != ROW_MAJOR {
+        return Err(delta.refuse(format!("{} has no elements that could be addressed", tensor.dtype)));
+    }
+    if tensor.dtype != delta.dtype() {
+        return Err(delta.refuse(format!("its values are {}, the tensor is {}", delta.dtype(), tensor.dtype)));
+    }
+    if tensor.global_shape != delta.global_shape() {
+        let (found, expected) = (delta.global_shape(), &tensor.global_shape);
+        return Err(delta.refuse(format!("its global_shape is {found:?}, the tensor is {expected:?}")));
+    }
+    match semantics {
+        Semantics::Overwrite => Ok(PatchRule::Overwrite { item_bytes: delta.item_bytes() }),
+        Semantics::Additive => match Number::from_dtype(&tensor.dtype) {
+            Some(number) => Ok(PatchRule::Add { number }),
+            None => Err(delta.refuse(format!("{} can not be added to, only overwritten", tensor.dtype))),
+        },
+    }
+}
+
+/// The place of each entry in the unit, in whole elements.
+fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, BallastError> {
+    let item = u64::from(delta.item_bytes());
+    let shape = delta.global_shape();
+    if let [whole] = fragments {
+        let first = whole.object_offset / item;
+        return Ok(delta.elements().iter().map(|element| first + element).collect());
+    }
+    let mut coordinates = vec![0; shape.len()];
+    let place = |element: &u64| {
+        let mut rest = *element;
+        for (coordinate, extent) in coordinates.iter_mut().zip(shape).rev() {
+            *coordinate = rest % extent;
+            rest /= extent;
+        }
+        // The fragments cover the tensor, so that there is one.
+        fragments.iter().find_map(|fragment| {
+            let mut within = 0;
+            for ((coordinate, offset), extent) in
+                coordinates.iter().zip(&fragment.global_offset).zip(&fragment.local_shape)
+            {
+                let local = coordinate.checked_sub(*offset).filter(|local| local < extent)?;
+                within = within * extent + local;
+            }
+            Some(fragment.object_offset / item + within)
+        })
+    };
+    let places: Option<Vec<u64>> = delta.elements().iter().map(place).collect();
+    places.ok_or_else(|| delta.refuse("an entry lies in none of the tensor's boxes"))
+}
+
+/// Sorts entries by their place; those of one place stay in their order. Byte by byte from the lowest one: entries that are
+/// sorted by tile are far from this order, and comparing them would take longer than sending them.
+fn sort(patch: &mut UnitPatch) {
+    if patch.elements.is_sorted() {
+        return;
+    }
+    let item = patch.rule.item_bytes() as usize;
+    let mut entries: Vec<(u64, usize)> = patch.elements.iter().copied().zip(0..).collect();
+    let mut sorted = vec![(0, 0); entries.len()];
+    let highest = patch.elements.iter().copied().max().unwrap_or(0);
+    for shift in (0..u64::BITS).step_by(8).take_while(|shift| highest >> shift > 0) {
+        let digit = |element: u64| (element >> shift) as usize & 0xff;
+        let mut next = [0; 256];
+        entries.iter().for_each(|(element, _)| next[digit(*element)] += 1);
+        let mut start = 0;
+        for count in &mut next {
+            start += std::mem::replace(count, start);
+        }
+        for entry in &entries {
+            let place = &mut next[digit(entry.0)];
+            sorted[*place] = *entry;
+            *place += 1;
+        }
+        std::mem::swap(&mut entries, &mut sorted);
+    }
+    let mut values = Vec::with_capacity(patch.values.len());
+    for (_, entry) in &entries {
+        values.extend_from_slice(&patch.values[entry * item..(entry + 1) * item]);
+    }
+    patch.values = values;
+    patch.elements = entries.into_iter().map(|(element, _)| element).collect();
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::RevisionIdentity;
+    use ballast_schemas::manifest::{ManifestPlan, PlannedTensor, Tensor};
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::super::Members;
+    use super::*;
+
+    /// A tensor of I16, cut at these rows and columns.
+    fn manifest(rows: u64, columns: u64, row: u64, column: u64) -> Manifest {
+        let mut fragments = Vec::new();
+        for (top, height) in [(0, row), (row, rows - row)] {
+            for (left, width) in [(0, column), (column, columns - column)] {
+                if height > 0 && width > 0 {
+                    fragments.push((vec![top, left], vec![height, width]));
+                }
+            }
+        }
+        let tensor = Tensor::plain("w", "I16", 2, vec![rows, columns]);
+        let planned = PlannedTensor { tensor, aliases: vec!["tied".into()], fragments };
+        let identity = RevisionIdentity::new("default", "default", "m", "main", 1).unwrap();
+        ManifestPlan::new(&identity, vec![planned], Vec::new()).unwrap().seal(&[0]).unwrap()
+    }
+
+    /// Entries sorted by (tile, element), as an object.
+    fn object(shape: [u64; 2], tile: [u64; 2], entries: &[([u64; 2], i16)]) -> SparseDelta {
+        let tile_of = |at: &[u64; 2]| [at[0] / tile[0], at[1] / tile[1]];
+        let mut entries = entries.to_vec();
+        entries.sort_by_key(|(at, _)| (tile_of(at), *at));
+        let (mut coords, mut pointers): (Vec<[u64; 2]>, Vec<u64>) = (Vec::new(), Vec::new());
+        for (number, (at, _)) in entries.iter().enumerate() {
+            if coords.last() != Some(&tile_of(at)) {
+                coords.push(tile_of(at));
+                pointers.push(number as u64);
+            }
+        }
+        pointers.push(entries.len() as u64);
+        let words = |numbers: &[u64]| numbers.iter().flat_map(|n| (*n as u32).to_le_bytes()).collect::<Vec<u8>>();
+        let (nnz, tiles) = (entries.len(), coords.len());
+        let metadata = json!({
+            "schema": "mooncake.sparse_object", "version": 1, "coordinate_space": "global", "tensor_id": "w",
+            "global_shape": shape, "global_offset": [0, 0], "local_shape": shape, "tile_shape": tile,
+            "base_generation": 1, "delta_generation": 2, "index_dtype": "uint32", "value_dtype": "int16",
+            "source_placement": [], "placement_policy": "replicate", "duplicate_semantics": "additive",
+            "members": {
+                "indices": {"dtype": "uint32", "shape": [nnz, 2]}, "values": {"dtype": "int16", "shape": [nnz]},
+                "tile_coords": {"dtype": "uint32", "shape": [tiles, 2]}, "tile_ptr": {"dtype": "uint64", "shape": [tiles + 1]},
+            },
+        });
+        let members = Members {
+            indices: &words(&entries.iter().flat_map(|(at, _)| *at).collect::<Vec<_>>()),
+            values: &entries.iter().flat_map(|(_, value)| value.to_le_bytes()).collect::<Vec<u8>>(),
+            tile_coords: &words(&coords.concat()),
+            tile_ptr: &pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<u8>>(),
+        };
+        SparseDelta::new(&metadata.to_string(), &members).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn every_entry_finds_its_element_in_whichever_box_it_lies(
+            rows in 1_u64..12, columns in 1_u64..12, row in 0_u64..12, column in 0_u64..12,
+            tile in [1_u64..8, 1_u64..8],
+            entries in prop::collection::vec(([0_u64..12, 0_u64..12], any::<i16>()), 0..40),
+            additive in any::<bool>(),
+        ) {
+            let manifest = manifest(rows, columns, row.min(rows), column.min(columns));
+            let mut entries: Vec<([u64; 2], i16)> =
+                entries.into_iter().map(|(at, value)| ([at[0] % rows, at[1] % columns], value)).collect();
+            if !additive {
+                let mut seen = std::collections::HashSet::new();
+                entries.retain(|(at, _)| seen.insert(*at));
+            }
+            // Brute force, element by element in the whole tensor.
+            let mut whole = vec![0_i16; (rows * columns) as usize];
+            for (at, value) in &entries {
+                let element = &mut whole[(at[0] * columns + at[1]) as usize];
+                *element = if additive { element.wrapping_add(*value) } else { *value };
+            }
+            let semantics = if additive { Semantics::Additive } else { Semantics::Overwrite };
+            let delta = object([rows, columns], tile, &entries);
+            prop_assert_eq!(delta.nnz(), entries.len());
+            let patches = lower(&manifest, &[delta], semantics).unwrap();
+            let mut unit = vec![0_i16; (manifest.units()[0].extent_bytes / 2) as usize];
+            if let Some(patch) = patches.get(&0) {
+                prop_assert!(patch.elements.is_sorted());
+                for (element, value) in patch.elements.iter().zip(patch.values.as_chunks::<2>().0) {
+                    let (element, value) = (&mut unit[*element as usize], i16::from_le_bytes(*value));
+                    *element = if additive { element.wrapping_add(value) } else { value };
+                }
+            }
+            for fragment in manifest.fragments() {
+                let [top, left] = fragment.global_offset[..] else { unreachable!() };
+                let width = fragment.local_shape[1];
+                for at in 0..fragment.nbytes / 2 {
+                    let expected = whole[((top + at / width) * columns + left + at % width) as usize];
+                    prop_assert_eq!(unit[(fragment.object_offset / 2 + at) as usize], expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_element_is_overwritten_by_one_delta_only() {
+        let manifest = manifest(4, 4, 2, 2);
+        let one = object([4, 4], [4, 4], &[([3, 3], 1)]);
+        let error = lower(&manifest, &[one.clone(), one.clone()], Semantics::Overwrite).unwrap_err();
+        assert!(error.message.contains("twice") && error.message.contains("tied, w"), "{error}");
+        assert_eq!(lower(&manifest, &[one.clone(), one], Semantics::Additive).unwrap()[&0].elements.len(), 2);
+    }
+}
