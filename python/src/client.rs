@@ -91,6 +91,16 @@ fn member(&(address, nbytes): &MemberText) -> &'static [u8] {
     }
 }
 
+fn object((metadata, indices, values, tile_coords, tile_ptr): &DeltaText) -> (&str, Members<'static>) {
+    let members = Members {
+        indices: member(indices),
+        values: member(values),
+        tile_coords: member(tile_coords),
+        tile_ptr: member(tile_ptr),
+    };
+    (metadata, members)
+}
+
 /// First element and extent.
 type BoxText = (Vec<u64>, Vec<u64>);
 /// A buffer: tensor, participant, box, dtype, shape, address, bytes.
@@ -274,16 +284,7 @@ impl Client {
                     return Err(BallastError::invalid(format!("semantics is {other:?}; overwrite or additive")));
                 }
             };
-            let read = |(metadata, indices, values, tile_coords, tile_ptr): &DeltaText| {
-                let members = Members {
-                    indices: member(indices),
-                    values: member(values),
-                    tile_coords: member(tile_coords),
-                    tile_ptr: member(tile_ptr),
-                };
-                SparseDelta::new(metadata, &members)
-            };
-            let deltas: Vec<SparseDelta> = deltas.iter().map(read).collect::<Result<_, _>>()?;
+            let deltas = SparseDelta::read_all(&deltas.iter().map(object).collect::<Vec<_>>())?;
             let options = UpsertOptions { policy, request_id, wait_completed, ..UpsertOptions::default() };
             let progress = progress(callback);
             let applied =

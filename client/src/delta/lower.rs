@@ -1,7 +1,8 @@
 //! From deltas in the coordinates of whole tensors to patches of the base's units, where boxes lie one after the other and
 //! tied tensors are one.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 
 use ballast_schemas::BallastError;
 use ballast_schemas::frame::{Number, PatchRule};
@@ -9,7 +10,7 @@ use ballast_schemas::manifest::{Fragment, Manifest, ROW_MAJOR};
 use ballast_transfer::UnitPatch;
 use serde_json::json;
 
-use super::{Semantics, SparseDelta};
+use super::{Semantics, SparseDelta, side_by_side};
 
 /// What the deltas change in each unit.
 pub(super) fn lower(
@@ -18,17 +19,22 @@ pub(super) fn lower(
     semantics: Semantics,
 ) -> Result<HashMap<u32, UnitPatch>, BallastError> {
     let mut patches: HashMap<u32, UnitPatch> = HashMap::new();
-    for delta in deltas {
-        let rule = rule(manifest, delta, semantics)?;
-        let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
-        let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { continue };
-        let elements = places(delta, &fragments)?;
-        let patch = patches.entry(unit).or_insert_with(|| UnitPatch { rule, elements: Vec::new(), values: Vec::new() });
-        patch.elements.extend(elements);
-        patch.values.extend_from_slice(delta.values());
+    let mut sort_again = HashSet::new();
+    for lowered in side_by_side(deltas, |delta| lower_one(manifest, delta, semantics)) {
+        let Some((unit, patch)) = lowered? else { continue };
+        match patches.entry(unit) {
+            Entry::Vacant(place) => drop(place.insert(patch)),
+            Entry::Occupied(mut before) => {
+                before.get_mut().elements.extend(patch.elements);
+                before.get_mut().values.extend(patch.values);
+                sort_again.insert(unit);
+            }
+        }
     }
     for (unit, patch) in &mut patches {
-        sort(patch);
+        if sort_again.contains(unit) {
+            sort(patch);
+        }
         let twice = patch.elements.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
         if let (Semantics::Overwrite, Some(element)) = (semantics, twice) {
             let names = manifest.affinity_groups().get(*unit as usize).map(|names| names.join(", "));
@@ -41,6 +47,20 @@ pub(super) fn lower(
     }
     patches.retain(|_, patch| !patch.elements.is_empty());
     Ok(patches)
+}
+
+/// What one delta changes, sorted; `None` where its tensor has no bytes.
+fn lower_one(
+    manifest: &Manifest,
+    delta: &SparseDelta,
+    semantics: Semantics,
+) -> Result<Option<(u32, UnitPatch)>, BallastError> {
+    let rule = rule(manifest, delta, semantics)?;
+    let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
+    let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { return Ok(None) };
+    let mut patch = UnitPatch { rule, elements: places(delta, &fragments)?, values: delta.values().to_vec() };
+    sort(&mut patch);
+    Ok(Some((unit, patch)))
 }
 
 /// Whether the delta fits the base's tensor, and what is done with its values.

@@ -19,6 +19,7 @@ pub use object::{Members, SparseDelta};
 
 use crate::base::BaseUse;
 use crate::get::GetOptions;
+use crate::nodes::lanes;
 use crate::progress::Progress;
 use crate::put::PutReport;
 use crate::reading::Reading;
@@ -195,4 +196,16 @@ fn source(manifest: &Manifest, mut patches: HashMap<u32, UnitPatch>) -> Source {
         source.push_file(file.path.clone(), file.nbytes, Data::Base { unit: file.unit, patch: None });
     }
     source
+}
+
+/// Does `work` for every item, on a few threads; the results are in the order of the items.
+fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let share = items.len().div_ceil(lanes()).max(1);
+    let work = &work;
+    std::thread::scope(|scope| {
+        let started: Vec<_> =
+            items.chunks(share).map(|own| scope.spawn(move || own.iter().map(work).collect::<Vec<R>>())).collect();
+        let ended = started.into_iter().map(|thread| thread.join());
+        ended.flat_map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
 }

@@ -7,7 +7,7 @@ use ballast_schemas::BallastError;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::Semantics;
+use super::{Semantics, side_by_side};
 
 const SCHEMA: &str = "mooncake.sparse_object";
 const VERSION: u64 = 1;
@@ -148,6 +148,14 @@ impl SparseDelta {
         let metadata: Metadata = serde_json::from_str(metadata)
             .map_err(|error| BallastError::invalid(format!("the metadata of a sparse delta: {error}")))?;
         Self::read(&metadata, members).map_err(|reason| refuse(&metadata.tensor_id, reason))
+    }
+
+    /// Reads many objects, as [`SparseDelta::new`] does, on a few threads.
+    ///
+    /// # Errors
+    /// Those of the first that is wrong.
+    pub fn read_all(objects: &[(&str, Members<'_>)]) -> Result<Vec<Self>, BallastError> {
+        side_by_side(objects, |(metadata, members)| Self::new(metadata, members)).into_iter().collect()
     }
 
     fn read(metadata: &Metadata, bytes: &Members<'_>) -> Result<Self, String> {

@@ -241,10 +241,10 @@ impl World {
         let base = self.identity();
         let objects: Vec<(String, [Vec<u8>; 4])> = self.objects();
         let started = Instant::now();
-        let read = |(metadata, [indices, values, tile_coords, tile_ptr]): &(String, [Vec<u8>; 4])| {
-            SparseDelta::new(metadata, &Members { indices, values, tile_coords, tile_ptr })
-        };
-        let deltas: Vec<SparseDelta> = objects.iter().map(read).collect::<Result<_, _>>()?;
+        let described = objects.iter().map(|(metadata, [indices, values, tile_coords, tile_ptr])| {
+            (metadata.as_str(), Members { indices, values, tile_coords, tile_ptr })
+        });
+        let deltas = SparseDelta::read_all(&described.collect::<Vec<_>>())?;
         let options = UpsertOptions::default();
         delta::upsert(&self.store, &deltas, Semantics::Overwrite, &base, None, options, Progress::none()).await?;
         let taken = started.elapsed();
