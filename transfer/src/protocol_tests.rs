@@ -103,6 +103,19 @@ impl Node {
         NodeConnection::connect(&self.endpoint, &token(id, right), &options).await.unwrap()
     }
 
+    /// Connects once the node has noticed that earlier peers are gone.
+    async fn connect_when_free(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
+        let options = ConnectOptions { route, ..ConnectOptions::default() };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            match NodeConnection::connect(&self.endpoint, &token(id, right), &options).await {
+                Ok(connection) => return connection,
+                Err(error) => assert!(Instant::now() < deadline, "no place comes back: {error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     /// Moves units to disk alone.
     pub(crate) fn demote(&self, id: &InstanceId, units: std::ops::Range<u32>) {
         let effect = UnitEffect {
@@ -461,7 +474,7 @@ async fn a_peer_that_breaks_the_protocol_is_cut_off_alone() {
     let half = TcpStream::connect(node.endpoint.tcp.as_ref().unwrap()).await.unwrap();
     half.try_write(&[200, 0, 0, 0, 1, 2]).unwrap();
     drop(peer);
-    let mut reader = node.connect(&id, TokenRight::Read, Route::Tcp).await;
+    let mut reader = node.connect_when_free(&id, TokenRight::Read, Route::Tcp).await;
     read_all(&mut reader, &SIZES).await.unwrap();
 
     // The slow reader's guard goes with its connection, so that the unit can be freed.
