@@ -19,8 +19,10 @@ fn no_seed_breaks_an_invariant_and_everything_comes_to_rest() {
     assert!(entries > 100 * SEEDS, "{entries} entries are too few to mean anything");
 }
 
-/// Seeds that found a fault once. 1327: a refused repair counted as one that was tried.
-const FOUND_ONCE: &[u64] = &[1327];
+/// Seeds that found a fault once. 1327: a refused repair counted as one that was tried. 851: a reader found a decayed copy
+/// between a worker's look and the end of its operation, for which the check had no word. 859: so it was with a tombstone that
+/// was purged, and its identity imported anew, in one entry.
+const FOUND_ONCE: &[u64] = &[1327, 851, 859];
 
 #[test]
 fn seeds_that_found_a_fault_once_find_it_no_more() {

@@ -59,7 +59,7 @@ pub(crate) struct Watch {
     authorised: BTreeMap<OperationId, leases_protect::Authorised>,
     /// Units whose last replica the environment took.
     lost: BTreeSet<(InstanceId, u32)>,
-    /// When the environment last took from, or gave back to, an instance.
+    /// When the environment last took from, or gave back to, an instance, or a reader found that it had.
     struck: BTreeMap<InstanceId, u64>,
     outcomes: BTreeMap<CommandId, Outcome>,
     /// When the nodes were looked at for a command.
@@ -112,6 +112,11 @@ pub(crate) fn restored(w: &W, instance: &InstanceId) {
     for unit in units.into_iter().filter(|unit| has_good(w, instance, *unit)) {
         watch.lost.remove(&(instance.clone(), unit));
     }
+}
+
+/// A reader found a copy wrong that had decayed before: what the node records has changed since anybody looked at it.
+pub(crate) fn found_by_reader(w: &W, instance: &InstanceId) {
+    w.watch.borrow_mut().struck.insert(instance.clone(), w.now());
 }
 
 /// A command rests on a look at the nodes at this time (`None`: on none).

@@ -128,6 +128,7 @@ impl Store {
                 let _turn = live.queue.enter().await;
                 if live.units.borrow().cold().get(unit) && self.cold_bytes(&live, unit) != content.unit(unit) {
                     self.lose_cold(&live, &[unit]);
+                    invariants::found_by_reader(&self.w, id);
                 }
                 refuse(ErrorCode::ChecksumMismatch, format!("unit {unit} of {id} does not match"))
             }
