@@ -24,6 +24,7 @@ const QUERIES: &[&str] = &[
     "is_exist",
     "get_metadata",
     "get_size",
+    "get_import",
     "list",
     "get_upsert",
     "get_operation",
@@ -32,7 +33,7 @@ const QUERIES: &[&str] = &[
     "status",
 ];
 /// Verbs that are answered at once or not at all, and whose caller has little time.
-const RENEWALS: &[&str] = &["renew_import", "renew_lease"];
+const RENEWALS: &[&str] = &["renew_import", "renew_part", "renew_lease"];
 /// The first attempt is given up after this long, and the request is sent again: servers pass requests on to one that says nothing
 /// for as long as they take it for alive. Each further attempt gets half as much again.
 const ATTEMPT_MIN: Duration = Duration::from_secs(3);

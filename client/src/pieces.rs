@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use ballast_schemas::BallastError;
+use ballast_schemas::frame::{OfferedFragment, Offers};
 use ballast_schemas::manifest::ManifestPlan;
 use ballast_transfer::checksum;
 use crc_fast::{CrcAlgorithm, checksum_combine};
@@ -115,6 +116,53 @@ impl Pieces {
     pub(crate) fn note(&mut self, place: PiecePlace, checksum: u64) {
         if let Some(piece) = self.of_unit.get_mut(&place.unit).and_then(|all| all.get_mut(place.piece)) {
             piece.checksum = Some(checksum);
+        }
+    }
+
+    /// Every box that was given so far, with its checksum.
+    pub(crate) fn given(&self) -> Vec<OfferedFragment> {
+        let all = self.of_unit.iter().flat_map(|(unit, all)| all.iter().map(|piece| (*unit, piece)));
+        let given = all.filter(|(_, piece)| piece.bytes > 0).filter_map(|(unit, piece)| {
+            let crc64 = piece.checksum?;
+            Some(OfferedFragment { unit, offset: piece.unit_offset, bytes: piece.bytes, crc64 })
+        });
+        let mut given: Vec<OfferedFragment> = given.collect();
+        given.sort_unstable_by_key(|fragment| (fragment.unit, fragment.offset));
+        given
+    }
+
+    /// The tensor of the box at this place, and how the box is called in a sentence.
+    pub(crate) fn name_at(&self, unit: u32, unit_offset: u64) -> Option<(&str, String)> {
+        let all = self.of_unit.get(&unit)?;
+        let piece = all.iter().find(|piece| piece.unit_offset == unit_offset && piece.bytes > 0)?;
+        let shown = match all.len() {
+            1 => format!("tensor {:?}", piece.tensor),
+            _ => format!("the box of {:?} at {:?} of tensor {:?}", piece.shape, piece.offset, piece.tensor),
+        };
+        Some((&piece.tensor, shown))
+    }
+
+    /// Boxes without a checksum: the tensor of each, and how it is called in a sentence.
+    pub(crate) fn missing(&self) -> Vec<(&str, String)> {
+        let all = self.of_unit.iter().flat_map(|(unit, all)| all.iter().map(|piece| (*unit, piece)));
+        let missing = all.filter(|(_, piece)| piece.checksum.is_none());
+        let mut missing: Vec<_> = missing.filter_map(|(unit, piece)| self.name_at(unit, piece.unit_offset)).collect();
+        missing.sort_unstable();
+        missing
+    }
+
+    /// Takes note of what a node holds, whoever has brought it.
+    pub(crate) fn note_held(&mut self, offers: &Offers) {
+        // What nobody can bring is there.
+        for piece in self.of_unit.values_mut().flatten().filter(|piece| piece.bytes == 0) {
+            piece.checksum = Some(checksum(&[]));
+        }
+        for held in offers.fragments.iter().filter(|offer| offer.held) {
+            let OfferedFragment { unit, offset, bytes, crc64 } = held.fragment;
+            let all = self.of_unit.get_mut(&unit).into_iter().flatten();
+            for piece in all.filter(|piece| piece.unit_offset == offset && piece.bytes == bytes) {
+                piece.checksum = Some(crc64);
+            }
         }
     }
 

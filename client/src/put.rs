@@ -5,11 +5,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_schemas::frame::{ByteRange, RANGES_MAX};
+use ballast_schemas::frame::{ByteRange, OFFERS_MAX};
 use ballast_schemas::manifest::{Manifest, ManifestPlan};
 use ballast_schemas::{
-    BallastError, BeginImportRequest, ClaimPhase, ErrorCode, IdentityRequest, ReplacementClaim, RevisionIdentity,
-    RevisionView, WeightRevisionMetadata, WeightStoragePolicy,
+    BallastError, BeginImportRequest, ClaimPhase, Digest, ErrorCode, IdentityRequest, ReplacementClaim,
+    RevisionIdentity, RevisionView, SessionId, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{GroupLayout, checksum};
 use serde_json::json;
@@ -20,6 +20,7 @@ use crate::checksums::{StopOnDrop, of_units};
 use crate::gateway::Gateway;
 use crate::get::GetOptions;
 use crate::nodes::Transport;
+use crate::part::{PartWriter, checksums_of_parts, expect_later, share, wait_for_parts};
 use crate::pieces::Pieces;
 use crate::progress::{Phase, Progress};
 use crate::reading::Reading;
@@ -28,11 +29,12 @@ use crate::source::{Source, UnitSource};
 use crate::store::is_published;
 use crate::upload::Upload;
 
-/// Pieces of fewer bytes are gathered, up to so many bytes, and sent together.
 /// Of our sessions. Leaving a server that is cut off from the others takes 20 s until a renewal is heard again.
 const IMPORT_TTL_MS: u64 = 30_000;
-const SMALL_BYTES: usize = 256 << 10;
+/// Pieces of fewer bytes are gathered, up to so many bytes or pieces, and sent together.
+pub(crate) const SMALL_BYTES: usize = 256 << 10;
 const GATHERED_BYTES: usize = 4 << 20;
+const GATHERED_RANGES: usize = OFFERS_MAX;
 /// How long a failed put tries to abort its import before it tells of its failure.
 const ABORT_PATIENCE: Duration = Duration::from_secs(3);
 /// A node that has less room than the gateway thought is asked again once its figures are known: then there is room, or the
@@ -72,8 +74,8 @@ pub struct PutWriter {
 
 /// Small pieces that go together: each by itself would cost a round trip.
 #[derive(Debug, Default)]
-struct Gathered {
-    ranges: Vec<ByteRange>,
+pub(crate) struct Gathered {
+    pub(crate) ranges: Vec<ByteRange>,
     bytes: Vec<u8>,
     /// The units of the base that may be the same.
     candidates: Vec<Option<u32>>,
@@ -81,14 +83,19 @@ struct Gathered {
 }
 
 impl Gathered {
-    fn push(&mut self, range: ByteRange, bytes: &[u8], candidate: Option<u32>) {
+    pub(crate) fn is_full(&self) -> bool {
+        self.bytes.len() >= GATHERED_BYTES || self.ranges.len() >= GATHERED_RANGES
+    }
+
+    /// `candidate`: the unit of a replacement's base that may be the same.
+    pub(crate) fn push(&mut self, range: ByteRange, bytes: &[u8], candidate: Option<u32>) {
         self.units.insert(range.unit);
         self.ranges.push(range);
         self.bytes.extend_from_slice(bytes);
         self.candidates.push(candidate);
     }
 
-    fn buffers(&self) -> Vec<&[u8]> {
+    pub(crate) fn buffers(&self) -> Vec<&[u8]> {
         let mut rest = self.bytes.as_slice();
         let cut = |range: &ByteRange| {
             // The bytes were appended with their range.
@@ -101,9 +108,11 @@ impl Gathered {
 }
 
 #[derive(Debug)]
-enum Work {
+pub(crate) enum Work {
     /// The import is open.
     Importing { session: OpenSession, upload: Upload },
+    /// The import is open for several participants, perhaps for one of our own as well.
+    Shared { session: OpenSession, upload: Upload, part: Option<Box<PartWriter>>, patience: Duration },
     /// The revision is READY already; the commit compares contents.
     Existing { revision: Box<WeightRevisionMetadata>, manifest: Arc<Manifest> },
 }
@@ -135,43 +144,61 @@ impl PutWriter {
         progress: Progress,
     ) -> Result<Self, BallastError> {
         let started = Instant::now();
+        let sharing = source.sharing.clone();
         let (plan, units) = source.plan(&request.identity)?;
+        if sharing.is_some() {
+            expect_later(&units)?;
+        }
         let layout = GroupLayout::new(&plan.extents()).map_err(|error| BallastError::invalid(error.to_string()))?;
         let mut begin = BeginImportRequest {
             identity: request.identity.clone(),
-            session_id: new_session_id()?,
+            session_id: match sharing.as_ref().and_then(|sharing| sharing.session_id.clone()) {
+                Some(session_id) => session_id,
+                None => new_session_id()?,
+            },
             ttl_ms: IMPORT_TTL_MS,
             policy: request.policy,
             placement_digest: plan.placement_digest(),
             logical_bytes: plan.logical_bytes(),
             reserved_bytes: layout.padded_bytes(),
             unit_count: plan.unit_count(),
+            participants: sharing.as_ref().map(|sharing| sharing.participants.clone()).unwrap_or_default(),
         };
         // Giving up the import of a replacement's target would end the replacement.
-        let mut tries = if request.claim.is_none() { ROOM_TRIES } else { 1 };
+        let again = request.claim.is_none() && sharing.is_none();
+        let mut tries = if again { ROOM_TRIES } else { 1 };
         let work = loop {
             match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
-                Ok((session, reply)) => match Upload::begin(gateway, &reply, &plan.extents()).await {
-                    Ok(mut upload) => {
-                        if let Some(base) = &request.base
-                            && let Err(error) = upload.open_base(gateway, base).await
-                        {
+                Ok((session, reply)) => {
+                    match Upload::begin(gateway, &reply.endpoints, &reply.token, &plan.extents()).await {
+                        Ok(mut upload) => {
+                            if let Some(sharing) = sharing {
+                                break share(gateway, (&plan, &units), &request.identity, sharing, session, upload)
+                                    .await?;
+                            }
+                            if let Some(base) = &request.base
+                                && let Err(error) = upload.open_base(gateway, base).await
+                            {
+                                give_up(session).await;
+                                return Err(error);
+                            }
+                            break Work::Importing { session, upload };
+                        }
+                        Err(error) => {
                             give_up(session).await;
-                            return Err(error);
+                            tries -= 1;
+                            if error.code != ErrorCode::CapacityExhausted || tries == 0 {
+                                return Err(error);
+                            }
+                            progress.waiting(error.message);
                         }
-                        break Work::Importing { session, upload };
                     }
-                    Err(error) => {
-                        give_up(session).await;
-                        tries -= 1;
-                        if error.code != ErrorCode::CapacityExhausted || tries == 0 {
-                            return Err(error);
-                        }
-                        progress.waiting(error.message);
-                    }
-                },
+                }
+                // Of a shared put nobody could compare the whole, and a delta has none.
                 Err(conflict)
-                    if conflict.code == ErrorCode::Conflict && !matches!(request.base, Some(BaseUse::Derive(..))) =>
+                    if conflict.code == ErrorCode::Conflict
+                        && sharing.is_none()
+                        && !matches!(request.base, Some(BaseUse::Derive(..))) =>
                 {
                     break existing(gateway, &request.identity, &plan, conflict).await?;
                 }
@@ -200,6 +227,15 @@ impl PutWriter {
     #[must_use]
     pub fn identity(&self) -> &RevisionIdentity {
         &self.request.identity
+    }
+
+    /// Of a put of several participants: what they join with [`PartWriter::join`](crate::PartWriter::join).
+    #[must_use]
+    pub fn session_id(&self) -> Option<&SessionId> {
+        match &self.work {
+            Work::Shared { session, .. } => Some(session.session_id()),
+            Work::Importing { .. } | Work::Existing { .. } => None,
+        }
     }
 
     /// The replacement that it is the target of.
@@ -237,6 +273,16 @@ impl PutWriter {
         wanted: Option<(&[u64], &[u64])>,
         bytes: &[u8],
     ) -> Result<(), BallastError> {
+        if let Work::Shared { part, .. } = &mut self.work {
+            let Some(part) = part else {
+                let message = format!(
+                    "this put of {} has no participant of its own; tensors come from those that join it",
+                    self.request.identity
+                );
+                return Err(BallastError::invalid(message));
+            };
+            return part.put_piece(name, wanted, bytes).await;
+        }
         let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
         let sum = checksum(bytes);
         let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
@@ -248,7 +294,7 @@ impl PutWriter {
         }
         if bytes.len() < SMALL_BYTES {
             self.gathered.push(range, bytes, candidate);
-            if self.gathered.bytes.len() >= GATHERED_BYTES || self.gathered.ranges.len() >= RANGES_MAX {
+            if self.gathered.is_full() {
                 self.send_gathered().await?;
             }
         } else {
@@ -294,7 +340,9 @@ impl PutWriter {
     /// `INVALID_ARGUMENT` naming tensors that never came or a source that changed; `CHECKSUM_MISMATCH`; `CONFLICT` when
     /// the revision is READY with other content; `LEASE_EXPIRED` when the session was lost. The import is aborted then.
     pub async fn commit(mut self) -> Result<PutReport, BallastError> {
-        self.pieces.complete(&mut self.checksums)?;
+        if !matches!(self.work, Work::Shared { .. }) {
+            self.pieces.complete(&mut self.checksums)?;
+        }
         self.send_gathered().await?;
         let bytes = self.plan.logical_bytes();
         let (revision, existed, transport, reused_bytes) = match self.work {
@@ -303,14 +351,11 @@ impl PutWriter {
                 expect_same(&self.request.identity, &manifest, &checksums)?;
                 (*revision, true, None, 0)
             }
-            Work::Importing { mut session, mut upload } => {
+            Work::Importing { session, mut upload } => {
                 let lost = session.lost();
                 let moved = async {
                     let checksums = upload.run(&self.units, self.checksums, &self.progress, bytes).await?;
-                    let manifest = self.plan.seal(&checksums)?;
-                    self.progress.tell(Phase::Sealing, 0, bytes);
-                    upload.seal(&manifest).await?;
-                    Ok(manifest.sha256())
+                    seal(&mut upload, self.plan, &checksums, &self.progress).await
                 };
                 let sealed = tokio::select! {
                     sealed = moved => sealed,
@@ -318,20 +363,26 @@ impl PutWriter {
                 };
                 // The target has all that it needs of it, or never will.
                 upload.release_base().await;
-                let published = match sealed {
-                    Ok(sha256) => {
-                        self.progress.tell(Phase::Committing, bytes, bytes);
-                        session.commit(sha256).await
+                let transport = upload.transport();
+                let revision = publish(session, sealed, &self.progress, bytes).await?;
+                (revision, false, Some(transport), upload.reused_bytes())
+            }
+            Work::Shared { session, mut upload, part, patience } => {
+                let lost = session.lost();
+                let gathered = async {
+                    if let Some(part) = part {
+                        part.finish().await?;
                     }
-                    Err(error) => Err(error),
+                    wait_for_parts(&session, &mut upload, &self.pieces, patience, &self.progress).await?;
+                    let checksums = checksums_of_parts(&mut upload, &self.pieces, self.checksums).await?;
+                    seal(&mut upload, self.plan, &checksums, &self.progress).await
                 };
-                match published {
-                    Ok(revision) => (revision, false, Some(upload.transport()), upload.reused_bytes()),
-                    Err(error) => {
-                        give_up(session).await;
-                        return Err(unpublished(error));
-                    }
-                }
+                let sealed = tokio::select! {
+                    sealed = gathered => sealed,
+                    error = lost => Err(error),
+                };
+                let transport = upload.transport();
+                (publish(session, sealed, &self.progress, bytes).await?, false, Some(transport), 0)
             }
         };
         let elapsed = self.started.elapsed();
@@ -348,12 +399,48 @@ impl PutWriter {
     /// `UNAVAILABLE` when nobody answers; the session then ends by itself.
     pub async fn abort(self) -> Result<(), BallastError> {
         match self.work {
-            Work::Importing { session, mut upload } => {
+            Work::Importing { session, mut upload } | Work::Shared { session, mut upload, .. } => {
                 upload.release_base().await;
                 drop(upload);
                 session.abort(Duration::from_secs(30)).await
             }
             Work::Existing { .. } => Ok(()),
+        }
+    }
+}
+
+async fn seal(
+    upload: &mut Upload,
+    plan: ManifestPlan,
+    checksums: &[u64],
+    progress: &Progress,
+) -> Result<Digest, BallastError> {
+    let bytes = plan.logical_bytes();
+    let manifest = plan.seal(checksums)?;
+    progress.tell(Phase::Sealing, 0, bytes);
+    upload.seal(&manifest).await?;
+    Ok(manifest.sha256())
+}
+
+/// Commits what was sealed, or gives the import up.
+async fn publish(
+    mut session: OpenSession,
+    sealed: Result<Digest, BallastError>,
+    progress: &Progress,
+    bytes: u64,
+) -> Result<WeightRevisionMetadata, BallastError> {
+    let published = match sealed {
+        Ok(sha256) => {
+            progress.tell(Phase::Committing, bytes, bytes);
+            session.commit(sha256).await
+        }
+        Err(error) => Err(error),
+    };
+    match published {
+        Ok(revision) => Ok(revision),
+        Err(error) => {
+            give_up(session).await;
+            Err(unpublished(error))
         }
     }
 }

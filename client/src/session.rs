@@ -4,9 +4,10 @@
 use std::time::{Duration, Instant};
 
 use ballast_schemas::{
-    BallastError, BeginImportReply, BeginImportRequest, CommitImportRequest, Digest, ErrorCode, RevisionReply,
-    SessionId, SessionReply, SessionRequest, WeightRevisionMetadata,
+    BallastError, BeginImportReply, BeginImportRequest, CommitImportRequest, Digest, ErrorCode, ImportReply,
+    RevisionReply, SessionId, SessionRequest, TenantId, WeightRevisionMetadata,
 };
+use serde::Serialize;
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
@@ -61,47 +62,24 @@ impl OpenSession {
             wait_while(progress, MAKING_ROOM_PATIENCE, is_making_room, undisturbed).await.inspect_err(|error| {
                 session.ended = error.code != ErrorCode::Unavailable;
             })?;
-        session.renewer = Some(session.keep_alive(request.ttl_ms, send_lost));
+        let (tenant, body) = (identity.tenant_id.clone(), session.request.clone());
+        session.renewer = Some(keep_alive(gateway.clone(), tenant, "renew_import", body, request.ttl_ms, send_lost));
         Ok((session, reply))
     }
 
-    fn keep_alive(&self, ttl_ms: u64, lost: watch::Sender<Option<BallastError>>) -> AbortHandle {
-        let (gateway, body) = (self.gateway.clone(), self.request.clone());
-        let ttl = Duration::from_millis(ttl_ms);
-        let task = async move {
-            loop {
-                tokio::time::sleep(ttl / 3).await;
-                let renewed =
-                    gateway.call_within::<_, SessionReply>(&body.identity.tenant_id, "renew_import", &body, ttl).await;
-                match renewed {
-                    Ok(_) => {}
-                    // Nobody answers: the log's clock may stand still as well. What the session is worth shows at the commit.
-                    Err(error) if error.code == ErrorCode::Unavailable => {
-                        tracing::warn!(%error, "an import session was not renewed")
-                    }
-                    Err(error) => {
-                        lost.send_replace(Some(error));
-                        return;
-                    }
-                }
-            }
-        };
-        tokio::spawn(task).abort_handle()
+    /// Its name, for the participants that join it.
+    pub(crate) fn session_id(&self) -> &SessionId {
+        &self.request.session_id
+    }
+
+    /// The session as it stands, and how far its participants are.
+    pub(crate) async fn look(&self) -> Result<ImportReply, BallastError> {
+        self.gateway.call(&self.request.identity.tenant_id, "get_import", &self.request).await
     }
 
     /// Ends with the reason once the session is lost; never before.
     pub(crate) fn lost(&self) -> impl Future<Output = BallastError> + Send + use<> {
-        let mut lost = self.lost.clone();
-        async move {
-            loop {
-                if let Some(error) = lost.borrow_and_update().clone() {
-                    return error;
-                }
-                if lost.changed().await.is_err() {
-                    std::future::pending::<()>().await;
-                }
-            }
-        }
+        until_lost(self.lost.clone())
     }
 
     /// Publishes what was sealed with this manifest.
@@ -126,6 +104,47 @@ impl OpenSession {
     fn stop_renewing(&mut self) {
         if let Some(renewer) = self.renewer.take() {
             renewer.abort();
+        }
+    }
+}
+
+/// Gives a sign of life again and again, and says when it is refused.
+pub(crate) fn keep_alive(
+    gateway: Gateway,
+    tenant: TenantId,
+    verb: &'static str,
+    body: impl Serialize + Send + Sync + 'static,
+    ttl_ms: u64,
+    lost: watch::Sender<Option<BallastError>>,
+) -> AbortHandle {
+    let ttl = Duration::from_millis(ttl_ms);
+    let task = async move {
+        loop {
+            tokio::time::sleep(ttl / 3).await;
+            match gateway.call_within::<_, Value>(&tenant, verb, &body, ttl).await {
+                Ok(_) => {}
+                // Nobody answers: the log's clock may stand still as well. What the session is worth shows at the commit.
+                Err(error) if error.code == ErrorCode::Unavailable => {
+                    tracing::warn!(%error, "an import session was not renewed")
+                }
+                Err(error) => {
+                    lost.send_replace(Some(error));
+                    return;
+                }
+            }
+        }
+    };
+    tokio::spawn(task).abort_handle()
+}
+
+/// Ends with the reason once there is one; never before.
+pub(crate) async fn until_lost(mut lost: watch::Receiver<Option<BallastError>>) -> BallastError {
+    loop {
+        if let Some(error) = lost.borrow_and_update().clone() {
+            return error;
+        }
+        if lost.changed().await.is_err() {
+            std::future::pending::<()>().await;
         }
     }
 }

@@ -13,6 +13,7 @@ use ballast_transfer::UnitPatch;
 use bytes::Bytes;
 use safetensors::Dtype;
 
+use crate::part::Sharing;
 use crate::safetensors::{dtype_named, tensor_bytes};
 
 /// How the manifest says that a tensor of elements smaller than a byte is kept as plain bytes.
@@ -75,6 +76,7 @@ pub struct ShardedTensor {
 pub struct Source {
     tensors: Vec<(PlannedTensor, Data)>,
     files: BTreeMap<String, (u64, Data)>,
+    pub(crate) sharing: Option<Sharing>,
 }
 
 /// Where bytes are, checked.
@@ -161,7 +163,7 @@ impl Source {
     /// # Errors
     /// `INVALID_ARGUMENT` naming the tensor: a name twice, an unknown dtype, bytes that do not fit the shape.
     pub fn from_tensors(tensors: Vec<TensorSource>) -> Result<Self, BallastError> {
-        let mut source = Self { tensors: Vec::with_capacity(tensors.len()), files: BTreeMap::new() };
+        let mut source = Self { tensors: Vec::with_capacity(tensors.len()), ..Self::empty() };
         let mut files: BTreeMap<PathBuf, Arc<SourceFile>> = BTreeMap::new();
         let mut names = HashSet::new();
         for tensor in tensors {
@@ -253,7 +255,7 @@ impl Source {
     }
 
     pub(crate) fn empty() -> Self {
-        Self { tensors: Vec::new(), files: BTreeMap::new() }
+        Self { tensors: Vec::new(), files: BTreeMap::new(), sharing: None }
     }
 
     pub(crate) fn push_planned(&mut self, planned: PlannedTensor, data: Data) {
@@ -267,6 +269,12 @@ impl Source {
 
     pub(crate) fn push_file(&mut self, path: String, bytes: u64, data: Data) {
         self.files.insert(path, (bytes, data));
+    }
+
+    /// The same, brought by several participants: the put opens the session that they join, and commits it.
+    #[must_use]
+    pub fn shared(self, sharing: Sharing) -> Self {
+        Self { sharing: Some(sharing), ..self }
     }
 
     /// How many tensors; tied ones count once.

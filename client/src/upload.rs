@@ -8,9 +8,9 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ballast_schemas::frame::{ByteRange, DerivedUnit, SourceRange};
+use ballast_schemas::frame::{ByteRange, DerivedUnit, OFFERS_MAX, OfferedFragment, Offers, SourceRange};
 use ballast_schemas::manifest::Manifest;
-use ballast_schemas::{BallastError, BeginImportReply, Digest, ErrorCode, NodeEndpoint};
+use ballast_schemas::{BallastError, Bitmap, Digest, ErrorCode, NodeEndpoint};
 use ballast_transfer::{DeriveUnit, NodeConnection, Route, UnitPatch, checksum};
 use bytes::Bytes;
 use serde_json::json;
@@ -122,18 +122,19 @@ impl Upload {
     /// Connects to every node of the placement and takes room there.
     pub(crate) async fn begin(
         gateway: &Gateway,
-        reply: &BeginImportReply,
+        endpoints: &[NodeEndpoint],
+        token: &str,
         extents: &[u64],
     ) -> Result<Self, BallastError> {
         let mut upload = Self {
             nodes: Vec::new(),
-            token: reply.token.clone(),
+            token: token.to_owned(),
             route: gateway.route(),
             base: None,
             reused_bytes: AtomicU64::new(0),
         };
-        for endpoint in &reply.endpoints {
-            let mut control = connect(endpoint, &reply.token, upload.route).await?;
+        for endpoint in endpoints {
+            let mut control = connect(endpoint, token, upload.route).await?;
             control.allocate(extents).await?;
             upload.nodes.push(Target { endpoint: endpoint.clone(), control: Lane::new(control) });
         }
@@ -205,6 +206,46 @@ impl Upload {
         Ok(())
     }
 
+    /// Offers fragments of a participant's part, and sends those that are wanted. Answers how many bytes.
+    pub(crate) async fn offer(
+        &mut self,
+        fragments: &[OfferedFragment],
+        buffers: &[&[u8]],
+    ) -> Result<u64, BallastError> {
+        let mut sent = 0;
+        for node in &mut self.nodes {
+            let wanted = node.offer(fragments).await?;
+            let ranges: Vec<ByteRange> = wanted.iter().map(|at| range_of(&fragments[at as usize])).collect();
+            let buffers: Vec<&[u8]> = wanted.iter().map(|at| buffers[at as usize]).collect();
+            if !ranges.is_empty() {
+                node.control.connection.write_ranges(&ranges, &buffers).await?;
+                sent += ranges.iter().map(|range| range.bytes).sum::<u64>();
+            }
+        }
+        Ok(sent)
+    }
+
+    /// Has every node compare what it got of these fragments. Answers one that is not there as it was offered.
+    pub(crate) async fn missing(&mut self, fragments: &[OfferedFragment]) -> Result<Option<usize>, BallastError> {
+        for node in &mut self.nodes {
+            for (batch, offered) in fragments.chunks(OFFERS_MAX).enumerate() {
+                if let Some(at) = node.offer(offered).await?.iter().next() {
+                    return Ok(Some(batch * OFFERS_MAX + at as usize));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// What the participants have offered to each node.
+    pub(crate) async fn offers(&mut self, conflicts: bool) -> Result<Vec<Offers>, BallastError> {
+        let mut all = Vec::with_capacity(self.nodes.len());
+        for node in &mut self.nodes {
+            all.push(node.control.connection.read_offers(conflicts).await?);
+        }
+        Ok(all)
+    }
+
     /// Sends every unit whose bytes are at hand and answers the checksums of all.
     pub(crate) async fn run(
         &mut self,
@@ -253,6 +294,16 @@ impl Upload {
         futures::future::try_join_all(seals).await?;
         Ok(())
     }
+}
+
+impl Target {
+    async fn offer(&mut self, fragments: &[OfferedFragment]) -> Result<Bitmap, BallastError> {
+        Ok(self.control.connection.offer(fragments).await?)
+    }
+}
+
+fn range_of(fragment: &OfferedFragment) -> ByteRange {
+    ByteRange { unit: fragment.unit, offset: fragment.offset, bytes: fragment.bytes }
 }
 
 /// The source in shares, each file from front to back.

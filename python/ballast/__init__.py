@@ -26,7 +26,7 @@ from ._records import (
     WeightOperationKind, WeightOperationStatus, WeightReplacement, WeightResidencyState, WeightRevisionIdentity,
     WeightRevisionMetadata, WeightRevisionPage, WeightRevisionView, WeightStoragePolicy, WeightUpsertMode,
 )
-from ._snapshot import ArrayAdapter, ParallelAxis, TensorSpec, WeightSnapshot
+from ._snapshot import ArrayAdapter, ParallelAxis, TensorSpec, WeightSharing, WeightSnapshot
 from ._store import WeightStore, WeightWriter
 
 __all__ = [
@@ -37,6 +37,6 @@ __all__ = [
     "WeightAvailability", "WeightBinding", "WeightErrorCode", "WeightManifest", "WeightManifestRef", "WeightMigrationMode",
     "WeightOperation", "WeightOperationKind", "WeightOperationStatus", "WeightPlacement", "WeightReplacement",
     "WeightResidencyState", "WeightRevisionIdentity", "WeightRevisionMetadata", "WeightRevisionPage", "WeightRevisionView",
-    "WeightSnapshot", "WeightStoragePolicy", "WeightStore", "WeightUpsertMode", "WeightWriter", "Weights", "__version__", "aio",
-    "delta", "dtensor", "get_state_dict", "load", "open", "safetensors", "save", "wait",
+    "WeightSharing", "WeightSnapshot", "WeightStoragePolicy", "WeightStore", "WeightUpsertMode", "WeightWriter", "Weights",
+    "__version__", "aio", "delta", "dtensor", "get_state_dict", "load", "open", "safetensors", "save", "wait",
 ]

@@ -223,7 +223,7 @@ def begin(store, name, *, tensors=None, path=None, policy=None, replace=None, pr
         plan = json.loads(client.plan_replacement(str(name), mode.name, cancel))
         base = WeightRevisionIdentity._from_wire(plan["base"])
         identity = base.generation(plan["target_generation"])
-        native = client.upsert(json.dumps({**plan, "wait_completed": False}), tensors, path, text, progress, cancel)
+        native = client.upsert(json.dumps({**plan, "wait_completed": False}), tensors, path, text, None, progress, cancel)
         return native, identity
     if isinstance(name, WeightRevisionIdentity):
         identity = name
@@ -231,7 +231,7 @@ def begin(store, name, *, tensors=None, path=None, policy=None, replace=None, pr
         lineage, _, number = str(name).partition("#")
         identity = (WeightRevisionIdentity.parse(name) if number
                     else WeightRevisionIdentity._from_wire(json.loads(client.next_generation(lineage, cancel))))
-    return client.put(json.dumps(identity._to_wire()), tensors, path, text, progress, cancel), identity
+    return client.put(json.dumps(identity._to_wire()), tensors, path, text, None, progress, cancel), identity
 
 
 def save(state_dict, name, *, policy=None, replace=None, adapter=None, store=None, progress=None):

@@ -73,6 +73,39 @@ def extents(shape, name):
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightSharing:
+    """How several participants put one snapshot. `participants` are those that have to bring a part, named by the one that
+    coordinates the put; empty for a part. Made by `WeightSnapshot.shared` and `WeightSnapshot.part`."""
+
+    participants: Tuple[str, ...] = ()
+    participant: Optional[str] = None
+    session: Optional[str] = None
+    patience: float = 30.0
+
+    def __post_init__(self):
+        if isinstance(self.participants, str):
+            raise invalid(f"participants is {self.participants!r}; give a list of names")
+        object.__setattr__(self, "participants", tuple(self.participants))
+        names = (*self.participants, *(() if self.participant is None else (self.participant,)))
+        for name in names:
+            if not isinstance(name, str):
+                raise invalid(f"a participant is {name!r}; give its name")
+        if self.participants:
+            if len(set(self.participants)) != len(self.participants):
+                raise invalid("participants names one twice; name each of them once")
+            if self.participant is not None and self.participant not in self.participants:
+                raise invalid(f"participant {self.participant!r} is not among the {len(self.participants)} participants")
+        elif self.participant is None or not isinstance(self.session, str):
+            raise invalid("a part has a participant's name and the session that it joins")
+
+    def _to_wire(self):
+        return {
+            "participants": self.participants, "participant": self.participant, "session": self.session,
+            "patience_seconds": self.patience,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightSnapshot:
     """A complete generation of a model about to be published. The tenant comes with the put."""
 
@@ -81,6 +114,7 @@ class WeightSnapshot:
     revision: str
     weight_generation: int
     tensors: Tuple[TensorSpec, ...]
+    sharing: Optional[WeightSharing] = None
 
     def __post_init__(self):
         generation_of(self.weight_generation, "weight_generation")
@@ -111,6 +145,42 @@ class WeightSnapshot:
             for name, tensor in tensors.items()
         ]
         return cls(namespace, resource_id, revision, weight_generation, tuple(specs))
+
+    def shared(self, participants, *, participant=None, session=None, patience=30.0):
+        """The same for the one that coordinates a put of several participants: it names them all, and which of them it is
+        itself, if any. Its writer has the `session` for the others. Its commit waits for their parts: as long as they are at
+        work, and `patience` seconds for those that are silent or have not come, which it then names. A coordinator that
+        comes again with its own `session` goes on with it."""
+        participants = list(participants) if not isinstance(participants, str) else participants
+        if not participants:
+            raise invalid("participants is empty; name everyone who brings a part")
+        return dataclasses.replace(self, sharing=WeightSharing(participants, participant, session, patience))
+
+    def part(self, participant, session):
+        """The same for a participant that joins the session of the coordinator's writer. It describes the same whole model,
+        and puts the boxes that it holds; what several hold is sent once, and has to be equal."""
+        return dataclasses.replace(self, sharing=WeightSharing((), participant, session))
+
+    @classmethod
+    def assemble(cls, snapshots):
+        """The whole model from what each participant has described of it, as their job has gathered it: every tensor that
+        one of them describes, in all of its boxes."""
+        snapshots = list(snapshots)
+        if not snapshots:
+            raise invalid("there are no snapshots to assemble")
+        first, specs, boxes = snapshots[0], {}, {}
+        for snapshot in snapshots:
+            if snapshot.identity() != first.identity():
+                raise invalid(f"the snapshots are of {first.identity()} and of {snapshot.identity()}")
+            for spec in snapshot.tensors:
+                known = specs.setdefault(spec.name, spec)
+                if dataclasses.replace(spec, fragments=()) != dataclasses.replace(known, fragments=()):
+                    raise invalid(f"tensor {spec.name!r} is described as {known} and as {spec}", tensor=spec.name)
+                if bool(spec.fragments) != bool(known.fragments):
+                    raise invalid(f"tensor {spec.name!r} is described as a whole and in boxes", tensor=spec.name)
+                boxes.setdefault(spec.name, {}).update((box, None) for box in spec.fragments)
+        tensors = (dataclasses.replace(spec, fragments=tuple(sorted(boxes[name]))) for name, spec in sorted(specs.items()))
+        return cls(first.namespace, first.resource_id, first.revision, first.weight_generation, tuple(tensors))
 
     def identity(self, tenant_id="default"):
         """The identity of the revision that this becomes."""

@@ -102,6 +102,11 @@ def policy_text(policy):
     return json.dumps(policy._to_wire())
 
 
+def sharing_text(snapshot):
+    """How a put is shared among participants, as JSON; `None` where there is one writer."""
+    return None if snapshot.sharing is None else json.dumps(snapshot.sharing._to_wire())
+
+
 def reading_text(holder, lease_ttl_ms, verify="auto"):
     """How to read, as JSON."""
     if holder is not None and not isinstance(holder, str):
@@ -121,11 +126,13 @@ class WeightWriter:
     """A revision being published: a context manager whose end commits, and in which an exception aborts.
 
     `identity` is what is published, `replacement` the replacement that it is the target of (`weight_upsert`), `revision`
-    its record once it is committed.
+    its record once it is committed. Of a snapshot that is shared, `session` is what the participants join. The writer of a
+    part brings that part alone, and an exception in its block leaves the import open for another run of the participant.
     """
 
     def __init__(self, native, identity, snapshot, adapter, connection):
         self.identity = identity
+        self.session = native.session
         self.revision = None
         self.report = None
         self._native = native
@@ -154,10 +161,15 @@ class WeightWriter:
             del memory
 
     def commit(self):
-        """Publishes the revision: READY and HOT when this returns its record. After an error the import is aborted."""
+        """Publishes the revision: READY and HOT when this returns its record. After an error the import is aborted.
+
+        The coordinator of several participants waits for them here. A participant's commit hands its part in and returns
+        `None`: the revision is READY once the coordinator has committed."""
         self._expect_open()
         self._ended = True
         self.report = json.loads(self._native.commit(self._cancel))
+        if "revision" not in self.report:
+            return None
         self.revision = WeightRevisionMetadata._from_wire(self.report["revision"])
         if self.report["claim"] is not None:
             self.replacement = WeightReplacement._from_wire(self.report["claim"])
@@ -190,7 +202,7 @@ class WeightWriter:
         return False
 
     def __repr__(self):
-        state = "committed" if self.revision is not None else "ended" if self._ended else "open"
+        state = "committed" if self.report is not None else "ended" if self._ended else "open"
         return f"<WeightWriter of {self.identity}, {state}>"
 
 
@@ -219,13 +231,17 @@ class WeightStore:
 
         `snapshot` is a `WeightSnapshot`; `adapter` reads the tensors given to the writer (numpy, torch and their like when
         it is `None`). The tensors go to the nodes as they are put; the revision is READY once the writer has committed.
+
+        The ranks of a training job put one revision together: one of them puts `snapshot.shared(...)` and commits, the
+        others put their `snapshot.part(...)`.
         """
         if not isinstance(snapshot, WeightSnapshot):
             raise invalid(f"snapshot is a {type(snapshot).__name__}; give a ballast.WeightSnapshot")
         identity = snapshot.identity(tenant_id)
         tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
         native = self._connection.client(self._cancel).put(
-            json.dumps(identity._to_wire()), tensors, None, policy_text(policy), self._connection.progress, self._cancel)
+            json.dumps(identity._to_wire()), tensors, None, policy_text(policy),
+            sharing_text(snapshot), self._connection.progress, self._cancel)
         return self._writer(native, identity, snapshot, adapter)
 
     def weight_get(self, identity, target_placement, target_bindings, *, holder=None, lease_ttl_ms=LEASE_TTL_MS,
@@ -299,11 +315,14 @@ class WeightStore:
     def weight_upsert(self, snapshot, adapter=None, *, replacing, expected_metadata_generation,
                       mode=WeightUpsertMode.PUT_FIRST, tenant_id="default", policy=None, request_id=None):
         """Begins to replace a revision by a higher generation of its lineage and answers the writer of that one. The same
-        call after a failure goes on where it had stopped."""
+        call after a failure goes on where it had stopped. Of several ranks one upserts `snapshot.shared(...)`; the others
+        put their `snapshot.part(...)`, as ever."""
         if not isinstance(snapshot, WeightSnapshot):
             raise invalid(f"snapshot is a {type(snapshot).__name__}; give a ballast.WeightSnapshot")
         if not isinstance(mode, WeightUpsertMode):
             raise invalid(f"mode is {mode!r}; give a WeightUpsertMode")
+        if snapshot.sharing is not None and not snapshot.sharing.participants:
+            raise invalid("a part is put, not upserted: the one that shares the snapshot upserts it")
         base, target = identity_of(replacing, "replacing"), snapshot.identity(tenant_id)
         if base.lineage != target.lineage:
             raise invalid(f"{target} is of another lineage than {base}; only a generation of the same one replaces it")
@@ -316,7 +335,7 @@ class WeightStore:
         })
         tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
         native = self._connection.client(self._cancel).upsert(
-            replacement, tensors, None, policy_text(policy), self._connection.progress, self._cancel)
+            replacement, tensors, None, policy_text(policy), sharing_text(snapshot), self._connection.progress, self._cancel)
         return self._writer(native, target, snapshot, adapter)
 
     def weight_migrate(self, identity, *, target, expected_metadata_generation, mixed_hot_ratio=None):

@@ -49,6 +49,11 @@ class WeightWriter:
         return self._writer.identity
 
     @property
+    def session(self):
+        """What the participants of a shared snapshot join."""
+        return self._writer.session
+
+    @property
     def replacement(self):
         """The replacement that it is the target of."""
         return self._writer.replacement

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 use ballast_client::delta::{self, Members, Semantics, SparseDelta};
 use ballast_client::{
     ConnectOptions, EventFeed, EventFilter, EventStart, Gateway, GetOptions, GetReport, GetTarget, OpenRevision,
-    PlacedBuffer, Route, ShardedTensor, Source, UpsertOptions, Verify, WeightStore, next_generation, plan_replacement,
-    resolve, safetensors,
+    PartWriter, PlacedBuffer, Route, ShardedTensor, Source, UpsertOptions, Verify, WeightStore, next_generation,
+    plan_replacement, resolve, safetensors,
 };
 use ballast_schemas::{
-    BallastError, ErrorCode, LineageKey, RevisionIdentity, TenantId, UpsertMode, WeightStoragePolicy,
+    BallastError, ErrorCode, LineageKey, ParticipantId, RevisionIdentity, SessionId, TenantId, UpsertMode,
+    WeightStoragePolicy,
 };
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -21,7 +22,7 @@ use crate::opened::Opened;
 use crate::placement::{Placement, TensorText};
 use crate::progress::progress;
 use crate::runtime::{Cancel, wait};
-use crate::writer::{Writer, report_text};
+use crate::writer::{Put, Writer, report_text};
 
 /// A revision that is waited for is looked at again after this long even without an event.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -99,6 +100,29 @@ fn object((metadata, indices, values, tile_coords, tile_ptr): &DeltaText) -> (&s
         tile_ptr: member(tile_ptr),
     };
     (metadata, members)
+}
+
+/// How a put is shared among participants.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Sharing {
+    participants: Vec<ParticipantId>,
+    participant: Option<ParticipantId>,
+    session: Option<SessionId>,
+    patience_seconds: f64,
+}
+
+impl Sharing {
+    fn read(text: Option<&str>) -> Result<Option<Self>, BallastError> {
+        text.map(|text| read_json("how the put is shared", text)).transpose()
+    }
+
+    /// The source as its coordinator puts it.
+    fn coordinated(self, source: Source) -> Result<Source, BallastError> {
+        let Self { participants, participant, session, patience_seconds } = self;
+        let patience = seconds(patience_seconds)?;
+        Ok(source.shared(ballast_client::Sharing { participants, participant, session_id: session, patience }))
+    }
 }
 
 /// First element and extent.
@@ -205,7 +229,7 @@ impl Client {
     }
 
     /// Begins a put.
-    #[pyo3(signature = (identity, tensors, path, policy, callback=None, cancel=None))]
+    #[pyo3(signature = (identity, tensors, path, policy, sharing=None, callback=None, cancel=None))]
     #[expect(clippy::too_many_arguments, reason = "one for each of the caller's")]
     fn put(
         &self,
@@ -214,6 +238,7 @@ impl Client {
         tensors: Option<String>,
         path: Option<PathBuf>,
         policy: Option<&str>,
+        sharing: Option<&str>,
         callback: Option<Py<PyAny>>,
         cancel: Option<&Cancel>,
     ) -> PyResult<Writer> {
@@ -221,13 +246,23 @@ impl Client {
             let identity: RevisionIdentity = read_json("the identity", identity)?;
             let policy = policy.map(|policy| read_json("the policy", policy)).transpose()?;
             let source = source(tensors, path).await?;
-            self.store.weight_put(source, &identity, policy, progress(callback)).await
+            let source = match Sharing::read(sharing)? {
+                None => source,
+                // Without participants to declare it joins those that another put has declared.
+                Some(Sharing { participants, participant: Some(own), session: Some(session), .. })
+                    if participants.is_empty() =>
+                {
+                    return PartWriter::join(&self.store, source, &identity, &session, &own).await.map(Put::part);
+                }
+                Some(sharing) => sharing.coordinated(source)?,
+            };
+            self.store.weight_put(source, &identity, policy, progress(callback)).await.map(Put::whole)
         })?;
         Ok(Writer::new(self.gateway.clone(), writer))
     }
 
     /// Begins a replacement.
-    #[pyo3(signature = (replacing, tensors, path, policy, callback=None, cancel=None))]
+    #[pyo3(signature = (replacing, tensors, path, policy, sharing=None, callback=None, cancel=None))]
     #[expect(clippy::too_many_arguments, reason = "one for each of the caller's")]
     fn upsert(
         &self,
@@ -236,6 +271,7 @@ impl Client {
         tensors: Option<String>,
         path: Option<PathBuf>,
         policy: Option<&str>,
+        sharing: Option<&str>,
         callback: Option<Py<PyAny>>,
         cancel: Option<&Cancel>,
     ) -> PyResult<Writer> {
@@ -243,6 +279,10 @@ impl Client {
             let replacing: Replacing = read_json("the replacement", replacing)?;
             let policy = policy.map(|policy| read_json("the policy", policy)).transpose()?;
             let source = source(tensors, path).await?;
+            let source = match Sharing::read(sharing)? {
+                None => source,
+                Some(sharing) => sharing.coordinated(source)?,
+            };
             let Replacing { base, target_generation, expected_metadata_generation, mode, request_id, wait_completed } =
                 replacing;
             let options = UpsertOptions { mode, policy, request_id, wait_completed };
@@ -255,7 +295,7 @@ impl Client {
                 options,
                 progress,
             );
-            begun.await
+            begun.await.map(Put::whole)
         })?;
         Ok(Writer::new(self.gateway.clone(), writer))
     }

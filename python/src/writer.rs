@@ -1,8 +1,8 @@
-//! A put under way.
+//! A put under way, of a whole revision or of one participant's part.
 
 use std::sync::{Mutex, PoisonError};
 
-use ballast_client::{Gateway, PutReport, PutWriter};
+use ballast_client::{Gateway, PartReport, PartWriter, PutReport, PutWriter};
 use ballast_schemas::{BallastError, ErrorCode};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -29,21 +29,37 @@ pub(crate) fn report_text(report: PutReport) -> Result<String, BallastError> {
 pub(crate) struct Writer {
     gateway: Gateway,
     /// `None` while a call works with it, and once it has ended.
-    inner: Mutex<Option<Owned<PutWriter>>>,
+    inner: Mutex<Option<Owned<Put>>>,
+}
+
+/// What is being put.
+pub(crate) enum Put {
+    Whole(Box<PutWriter>),
+    Part(Box<PartWriter>),
+}
+
+impl Put {
+    pub(crate) fn whole(writer: PutWriter) -> Self {
+        Self::Whole(Box::new(writer))
+    }
+
+    pub(crate) fn part(writer: PartWriter) -> Self {
+        Self::Part(Box::new(writer))
+    }
 }
 
 impl Writer {
-    pub(crate) fn new(gateway: Gateway, writer: PutWriter) -> Self {
+    pub(crate) fn new(gateway: Gateway, writer: Put) -> Self {
         Self { gateway, inner: Mutex::new(Some(Owned::new(writer))) }
     }
 
-    fn take(&self, py: Python<'_>) -> PyResult<PutWriter> {
+    fn take(&self, py: Python<'_>) -> PyResult<Put> {
         let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let gone = || BallastError::new(ErrorCode::Conflict, "the writer has ended, or is in use by another thread");
         taken.and_then(Owned::take).ok_or_else(|| raise(py, &gone()))
     }
 
-    fn put_back(&self, writer: PutWriter) {
+    fn put_back(&self, writer: Put) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = Some(Owned::new(writer));
     }
 }
@@ -54,8 +70,23 @@ impl Writer {
     #[getter]
     fn claim(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let claim = inner.as_ref().and_then(Owned::get).and_then(PutWriter::claim).map(to_json);
+        let claim = match inner.as_ref().and_then(Owned::get) {
+            Some(Put::Whole(writer)) => writer.claim().map(to_json),
+            Some(Put::Part(_)) | None => None,
+        };
         claim.transpose().map_err(|error| raise(py, &error))
+    }
+
+    /// The session that several participants share; `None` where there is one writer.
+    #[getter]
+    fn session(&self) -> Option<String> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = match inner.as_ref().and_then(Owned::get) {
+            Some(Put::Whole(writer)) => writer.session_id(),
+            Some(Put::Part(writer)) => Some(writer.session_id()),
+            None => None,
+        };
+        session.map(ToString::to_string)
     }
 
     /// Sends a tensor, or one box of it, from `nbytes` bytes at `address`.
@@ -76,30 +107,47 @@ impl Writer {
             _ => unsafe { std::slice::from_raw_parts(address as *const u8, nbytes) },
         };
         let put = wait(py, Some(&self.gateway), cancel, async {
-            match &region {
-                None => writer.put_tensor(&name, bytes).await,
-                Some((offset, shape)) => writer.put_fragment(&name, offset, shape, bytes).await,
+            match (&mut writer, &region) {
+                (Put::Whole(writer), None) => writer.put_tensor(&name, bytes).await,
+                (Put::Whole(writer), Some((offset, shape))) => writer.put_fragment(&name, offset, shape, bytes).await,
+                (Put::Part(writer), None) => writer.put_tensor(&name, bytes).await,
+                (Put::Part(writer), Some((offset, shape))) => writer.put_fragment(&name, offset, shape, bytes).await,
             }
         });
         self.put_back(writer);
         put
     }
 
-    /// Publishes the revision; answers its report as JSON.
+    /// Publishes the revision, or finishes the part; answers its report as JSON.
     #[pyo3(signature = (cancel=None))]
     fn commit(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<String> {
-        let writer = self.take(py)?;
-        let report = wait(py, Some(&self.gateway), cancel, writer.commit())?;
-        let text = report_text(report);
+        let text = match self.take(py)? {
+            Put::Whole(writer) => report_text(wait(py, Some(&self.gateway), cancel, writer.commit())?),
+            Put::Part(writer) => {
+                let report = wait(py, Some(&self.gateway), cancel, writer.finish())?;
+                let PartReport { identity: _, participant, bytes, sent_bytes, elapsed, transport } = report;
+                to_json(&json!({
+                    "participant": participant,
+                    "bytes": bytes,
+                    "sent_bytes": sent_bytes,
+                    "seconds": elapsed.as_secs_f64(),
+                    "transport": transport.to_string(),
+                }))
+            }
+        };
         text.map_err(|error| raise(py, &error))
     }
 
-    /// Gives the import up. Does nothing once the writer has ended.
+    /// Gives the import up; a participant only leaves it. Does nothing once the writer has ended.
     #[pyo3(signature = (cancel=None))]
     fn abort(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<()> {
         let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         match taken.and_then(Owned::take) {
-            Some(writer) => wait(py, Some(&self.gateway), cancel, writer.abort()),
+            Some(Put::Whole(writer)) => wait(py, Some(&self.gateway), cancel, writer.abort()),
+            Some(Put::Part(writer)) => wait(py, Some(&self.gateway), cancel, async {
+                drop(writer);
+                Ok(())
+            }),
             None => Ok(()),
         }
     }

@@ -203,12 +203,19 @@ def column_then_row(name, value):
     return Shard(1) if "output.dense" in name else Shard(0)
 
 
-@pytest.fixture(scope="module")
-def minilm_of_two_ranks(cluster, minilm):
-    store = ballast.WeightStore(cluster.nats)
-    mesh = DeviceMesh((2,))
-    sharded = {key: ShardedTensor.scatter(mesh, [column_then_row(key, value)], value) for key, value in minilm.items()}
-    return ballast.save(sharded, f"minilm-{os.getpid()}", store=store, policy=HOT, adapter=DTensorAdapter()).identity
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def minilm_of_two_ranks(cluster, minilm, request):
+    """Saved by two processes, each with its own slices of the file."""
+    import weights
+    from test_participants import Rank
+
+    path, name = pathlib.Path(weights.fetch_minilm()) / "model.safetensors", f"minilm-{request.param}-{os.getpid()}"
+    first = Rank(cluster, path, name, 0, route=request.param)
+    second = Rank(cluster, path, name, 1, first.told("session")["session"], route=request.param)
+    second.told("session")
+    total = sum(value.nbytes for value in minilm.values())
+    assert second.end("report")["held"] < 0.6 * total and first.end("report")["held"] < 0.6 * total
+    return ballast.WeightRevisionIdentity("default", "default", name, "main", 1)
 
 
 @pytest.mark.parametrize("residency", ["HOT", "MIXED", "COLD"])

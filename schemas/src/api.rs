@@ -10,10 +10,12 @@ use crate::digest::Digest;
 use crate::error::BallastError;
 use crate::identity::{Component, RevisionIdentity};
 use crate::limits::{LIST_LIMIT_DEFAULT, REQUEST_BYTES_MAX};
-use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
+use crate::metadata::{
+    ImportPart, ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata,
+};
 use crate::node::{NodeCheck, NodeEndpoint, NodeStatus};
 use crate::policy::{HotRatio, WeightStoragePolicy};
-use crate::position::{LeaseId, OperationId, SessionId};
+use crate::position::{InstanceId, LeaseId, OperationId, ParticipantId, SessionId, WriterId};
 use crate::state::{Residency, UpsertMode};
 use crate::time::LogTime;
 
@@ -23,6 +25,10 @@ const PATH_CHARS_SHOWN: usize = 100;
 /// Every verb, as it stands in the subject.
 pub const VERBS: &[&str] = &[
     "begin_import",
+    "join_import",
+    "renew_part",
+    "finish_part",
+    "get_import",
     "renew_import",
     "commit_import",
     "abort_import",
@@ -132,10 +138,12 @@ impl<B: serde::de::DeserializeOwned> Request<B> {
             Some(options) => serde_path_to_error::deserialize(options).map_err(|error| named("options", error))?,
             None => RequestOptions::default(),
         };
-        if let Some((name, _)) = fields.iter().find(|(_, value)| holds_list(value)) {
+        // The one list that a verb takes: of names, which no reader takes a list for.
+        let may_be_list = |name: &str| name == "participants";
+        if let Some((name, _)) = fields.iter().find(|(name, value)| holds_list(value) && !may_be_list(name)) {
             let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
             return Err(BallastError::invalid(format!(
-                "the request body is wrong at `{name}`: it holds a list, and no verb takes one"
+                "the request body is wrong at `{name}`: it holds a list, which this field never is"
             )));
         }
         let body =
@@ -246,6 +254,9 @@ body! {
         reserved_bytes: u64,
         /// Units.
         unit_count: u32,
+        /// Who brings a part, where one writer does not bring everything; then each of them joins.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        participants: Vec<ParticipantId>,
     }
 }
 
@@ -262,7 +273,73 @@ body! {
 }
 
 body! {
-    /// `renew_import` and `abort_import`.
+    /// `join_import`: a participant of an open session begins to write its part.
+    JoinImportRequest {
+        /// What is imported.
+        identity: RevisionIdentity,
+        /// The session.
+        session_id: SessionId,
+        /// Which of the declared participants.
+        participant: ParticipantId,
+        /// Its run, chosen by it; another run takes the place of an earlier one.
+        writer_id: WriterId,
+        /// Digest of the whole geometry.
+        placement_digest: Digest,
+    }
+}
+
+body! {
+    /// Reply to `join_import`.
+    JoinImportReply {
+        /// The session.
+        session: ImportSession,
+        /// The participant, with the epoch of this run.
+        part: ImportPart,
+        /// Where the bytes go, one per node of the placement.
+        endpoints: Vec<NodeEndpoint>,
+        /// Opens those nodes' doors, for this participant's fragments.
+        token: String,
+    }
+}
+
+body! {
+    /// `renew_part`: this participant is at work, which keeps the session open too. `finish_part`: its part is on the nodes.
+    PartRequest {
+        /// What is imported.
+        identity: RevisionIdentity,
+        /// The session.
+        session_id: SessionId,
+        /// The participant.
+        participant: ParticipantId,
+        /// Whose bytes, as its join answered.
+        instance: InstanceId,
+        /// As its join answered.
+        epoch: u64,
+    }
+}
+
+body! {
+    /// Reply to `renew_part` and `finish_part`.
+    PartReply {
+        /// The participant.
+        part: ImportPart,
+    }
+}
+
+body! {
+    /// Reply to `get_import`.
+    ImportReply {
+        /// The session.
+        session: ImportSession,
+        /// Its participants by name; none where there is one writer.
+        participants: Vec<ImportPart>,
+        /// The log clock, on which they were last heard of.
+        log_clock: LogTime,
+    }
+}
+
+body! {
+    /// `renew_import`, `abort_import` and `get_import`.
     SessionRequest {
         /// What is imported.
         identity: RevisionIdentity,

@@ -10,7 +10,8 @@ use crate::limits::{IMPORT_TTL_MS_DEFAULT, LEASE_TTL_MS_DEFAULT};
 use crate::metadata::{ManifestRef, OperationError};
 use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{
-    ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId,
+    ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, ReplicaId, SessionId,
+    WorkerId, WriterId,
 };
 use crate::state::{Capability, ClaimPhase, MigrationTrigger, ParkReason, Residency, UpsertMode};
 use crate::time::LogTime;
@@ -41,6 +42,10 @@ pub enum Command {
     RaiseFoldVersion(RaiseFoldVersion),
     // Revision metadata: family 8.
     BeginImport(BeginImport),
+    BeginSharedImport(BeginSharedImport),
+    JoinImport(JoinImport),
+    RenewPart(PartWriter),
+    FinishPart(PartWriter),
     RenewImport(RenewImport),
     CommitImport(CommitImport),
     AbortImport(AbortImport),
@@ -91,6 +96,10 @@ impl Command {
             | C::SnapshotCommitted(_)
             | C::RaiseFoldVersion(_) => 0,
             C::BeginImport(_)
+            | C::BeginSharedImport(_)
+            | C::JoinImport(_)
+            | C::RenewPart(_)
+            | C::FinishPart(_)
             | C::RenewImport(_)
             | C::CommitImport(_)
             | C::AbortImport(_)
@@ -203,6 +212,47 @@ pub struct BeginImport {
     pub logical_bytes: u64,
     /// Units announced.
     pub unit_count: u32,
+}
+
+/// Opens an import session for several writers, each with its part. A kind of its own: a replica that knows nothing of
+/// participants has to stop at it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BeginSharedImport {
+    /// What every import has.
+    pub import: BeginImport,
+    /// Who has to bring a part before the commit, in any order.
+    pub participants: Vec<ParticipantId>,
+}
+
+/// A participant begins to write its part. Another run of the same participant takes its place, under a higher epoch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JoinImport {
+    /// What is imported.
+    pub identity: RevisionIdentity,
+    /// The session.
+    pub session_id: SessionId,
+    /// Which of the declared participants.
+    pub participant: ParticipantId,
+    /// Its run; a repeat with the same one returns the same epoch.
+    pub writer_id: WriterId,
+    /// Digest of the whole geometry, which all participants have to agree on.
+    pub placement_digest: Digest,
+}
+
+/// What a participant says of itself: `RenewPart`, it is at work, which also keeps the session open; `FinishPart`, all of
+/// its part is on the nodes. Refused under an older epoch than the participant's, and for other bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartWriter {
+    /// What is imported.
+    pub identity: RevisionIdentity,
+    /// The session.
+    pub session_id: SessionId,
+    /// The participant.
+    pub participant: ParticipantId,
+    /// Whose bytes, as its join answered.
+    pub instance: InstanceId,
+    /// As its join answered.
+    pub epoch: u64,
 }
 
 /// Keeps a session open while bytes move.
@@ -553,6 +603,9 @@ impl Command {
         use Command as C;
         let identity = match self {
             C::BeginImport(c) => &c.identity,
+            C::BeginSharedImport(c) => &c.import.identity,
+            C::JoinImport(c) => &c.identity,
+            C::RenewPart(c) | C::FinishPart(c) => &c.identity,
             C::RenewImport(c) => &c.identity,
             C::CommitImport(c) => &c.identity,
             C::AbortImport(c) => &c.identity,
@@ -579,6 +632,9 @@ impl Command {
         use Command as C;
         match self {
             C::BeginImport(c) => vec![&c.identity],
+            C::BeginSharedImport(c) => vec![&c.import.identity],
+            C::JoinImport(c) => vec![&c.identity],
+            C::RenewPart(c) | C::FinishPart(c) => vec![&c.identity],
             C::RenewImport(c) => vec![&c.identity],
             C::CommitImport(c) => vec![&c.identity],
             C::AbortImport(c) => vec![&c.identity],

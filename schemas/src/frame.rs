@@ -13,7 +13,7 @@ use crate::digest::Digest;
 use crate::error::BallastError;
 use crate::inventory::Bitmap;
 use crate::node::NodeEndpoint;
-use crate::position::{InstanceId, LogPosition, NodeId};
+use crate::position::{InstanceId, LogPosition, NodeId, ParticipantId};
 
 /// The protocol that this build speaks; `Hello` carries it and a node refuses another.
 pub const PROTOCOL_VERSION: u32 = 1;
@@ -29,6 +29,10 @@ pub const RANGES_MAX: usize = 65_536;
 pub const DERIVED_RANGES_MAX: usize = 8_192;
 /// Nodes that one `OpenBase` request may name.
 pub const HOLDERS_MAX: usize = 64;
+/// Fragments in one `Offer` request.
+pub const OFFERS_MAX: usize = 16_384;
+/// Fragments that the participants of one import offer, counted once for each of them.
+pub const IMPORT_OFFERS_MAX: usize = 8_000_000;
 /// Descriptors in one `Segments` response.
 pub const DESCRIPTORS_MAX: usize = 64;
 
@@ -100,6 +104,17 @@ pub enum Request {
     Derive {
         /// What is made, in order; the ranges of one unit follow each other from its first byte to its last.
         ranges: Vec<DerivedRange>,
+    },
+    /// A participant says which fragments it holds and with which checksums, before it writes them and again afterwards. The
+    /// answer names those that it has to send: neither here yet nor brought by a participant that offered them earlier.
+    Offer {
+        /// Which.
+        fragments: Vec<OfferedFragment>,
+    },
+    /// Asks what all participants have offered, as MessagePack.
+    ReadOffers {
+        /// Only what they do not agree on.
+        conflicts: bool,
     },
     /// Ends the import: the node checks every unit against the manifest, which is the payload.
     Seal,
@@ -256,6 +271,43 @@ impl Number {
     }
 }
 
+/// A fragment that a participant holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedFragment {
+    /// The unit.
+    pub unit: u32,
+    /// First byte inside the unit.
+    pub offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+    /// CRC-64/NVME of them.
+    pub crc64: u64,
+}
+
+/// What the participants of an import have offered to a node so far.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offers {
+    /// By number.
+    pub participants: Vec<ParticipantId>,
+    /// By unit and offset.
+    pub fragments: Vec<FragmentOffer>,
+}
+
+/// What is known of one fragment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FragmentOffer {
+    /// As the participant that brings it has offered it.
+    pub fragment: OfferedFragment,
+    /// Number of that participant.
+    pub participant: u32,
+    /// Its bytes are here and have that checksum.
+    pub held: bool,
+    /// Number of a participant that offers other bytes.
+    pub differs: Option<u32>,
+}
+
 /// Bytes of a unit to read.
 pub type ReadRange = ByteRange;
 
@@ -287,11 +339,16 @@ pub enum Response {
         /// What became of each.
         units: Vec<DerivedUnit>,
     },
+    /// To `Offer`.
+    Offered {
+        /// The fragments to send, by their place in the request.
+        wanted: Bitmap,
+    },
     /// To `Seal`.
     Sealed(Receipt),
     /// To `Describe`.
     Described(Description),
-    /// To `ReadManifest` and `ReadAffinity`; the payload is the document.
+    /// To `ReadManifest`, `ReadAffinity` and `ReadOffers`; the payload is the document.
     Document {
         /// SHA-256 of the payload.
         sha256: Digest,

@@ -48,10 +48,11 @@ pub use messagepack::from_messagepack;
 pub use metadata::*;
 pub use node::*;
 pub use object::*;
-pub use outcome::{Outcome, Rejection, Reply};
+pub use outcome::{Outcome, Rejection, Reply, missing_parts};
 pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
 pub use position::{
-    ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ReplicaId, SessionId, WorkerId,
+    ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, ReplicaId, SessionId,
+    WorkerId, WriterId,
 };
 pub use shared::Shared;
 pub use state::*;

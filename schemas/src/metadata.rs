@@ -7,7 +7,7 @@ use crate::digest::Digest;
 use crate::error::ErrorCode;
 use crate::identity::{GroupId, LineageKey, RevisionIdentity};
 use crate::policy::{HotRatio, WeightStoragePolicy};
-use crate::position::{InstanceId, LeaseId, LogPosition, NodeId, OperationId, SessionId, WorkerId};
+use crate::position::{InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, SessionId, WorkerId};
 use crate::state::{
     Availability, ClaimPhase, MigrationTrigger, OperationKind, OperationStatus, ParkReason, Residency, UpsertMode,
 };
@@ -115,6 +115,21 @@ pub struct ImportSession {
     pub ttl_ms: u64,
     /// Its end on the log clock.
     pub expires_at: LogTime,
+}
+
+/// How far one participant of an import is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportPart {
+    /// Who.
+    pub participant: ParticipantId,
+    /// Whose bytes: a session's name may be begun again after its end, and is another import then.
+    pub instance: InstanceId,
+    /// Of the run that is at work; 0 before the first join.
+    pub epoch: u64,
+    /// When it last joined, renewed or finished, on the log clock; that of the begin before the first join.
+    pub heard_at: LogTime,
+    /// All of its part is on the nodes.
+    pub done: bool,
 }
 
 /// A background operation; terminal ones stay queryable.

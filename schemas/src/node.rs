@@ -8,7 +8,7 @@ use crate::command::Receipt;
 use crate::error::BallastError;
 use crate::inventory::{NodeInventory, UnitRange};
 use crate::object::ObjectCounts;
-use crate::position::{ClusterId, InstanceId, LogPosition, NodeId, SessionId};
+use crate::position::{ClusterId, InstanceId, LogPosition, NodeId, ParticipantId, SessionId};
 
 /// Where a node's data plane listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -240,6 +240,15 @@ pub enum TokenRight {
     Import,
 }
 
+/// Whose writes a token allows, and of which run of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenPart {
+    /// The participant.
+    pub participant: ParticipantId,
+    /// Nodes refuse an older epoch than the highest they have met.
+    pub epoch: u64,
+}
+
 /// The signed content of a transfer token. A token only opens the door to bytes; whether a read counted is
 /// decided by the lease in the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -250,6 +259,9 @@ pub struct TokenClaims {
     pub right: TokenRight,
     /// The lease id or session id it was issued for.
     pub subject: String,
+    /// Of an import with several writers: whose writes it allows. Without it, it allows the whole import.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<TokenPart>,
     /// Wall-clock end, with slack.
     pub expires_unix_ms: u64,
 }

@@ -4,10 +4,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{BallastError, ErrorCode};
-use crate::metadata::{ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata};
+use crate::metadata::{
+    ImportPart, ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata,
+};
 use crate::position::OperationId;
 use crate::shared::Shared;
 use crate::time::LogTime;
+use crate::units::human_ms;
 
 /// What an accepted command answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +19,8 @@ pub enum Reply {
     Done,
     /// A session was opened, found again or renewed.
     Import(Box<ImportSession>),
+    /// The participant after the command.
+    Part(Box<ImportPart>),
     /// The revision after the command.
     Revision(Box<WeightRevisionMetadata>),
     /// A lease was granted, found again or renewed.
@@ -67,4 +72,31 @@ impl From<Rejection> for BallastError {
     fn from(rejection: Rejection) -> BallastError {
         BallastError { code: rejection.code, message: rejection.message, details: rejection.details }
     }
+}
+
+/// Participants named in one sentence; the details have them all.
+const PARTICIPANTS_SHOWN: usize = 5;
+
+/// Why an import can not be committed yet: participants that have not brought their part, and when each was last heard of.
+/// `None` when all have.
+#[must_use]
+pub fn missing_parts(parts: &[ImportPart], now: LogTime) -> Option<Rejection> {
+    let missing: Vec<&ImportPart> = parts.iter().filter(|part| !part.done).collect();
+    let describe = |part: &&ImportPart| match part.epoch {
+        0 => format!("{} has not joined", part.participant),
+        _ => format!("{} was last heard of {} ago", part.participant, human_ms(now.since(part.heard_at))),
+    };
+    let mut shown: Vec<String> = missing.iter().take(PARTICIPANTS_SHOWN).map(describe).collect();
+    if missing.len() > PARTICIPANTS_SHOWN {
+        shown.push("…".to_owned());
+    }
+    let message = format!(
+        "{} of {} participants have not brought their part: {}; they finish it, or another run of them joins",
+        missing.len(),
+        parts.len(),
+        shown.join(", ")
+    );
+    let names: Vec<&str> = missing.iter().map(|part| part.participant.as_str()).collect();
+    let details = serde_json::json!({ "participants": names });
+    (!missing.is_empty()).then(|| Rejection::new(ErrorCode::NotReady, message).with_details(details))
 }

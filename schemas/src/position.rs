@@ -148,6 +148,10 @@ name!(
     OperationId
 );
 name!(
+    /// One of several writers of an import: a rank of a training job.
+    ParticipantId
+);
+name!(
     /// A process that folds the log.
     ReplicaId
 );
@@ -158,6 +162,10 @@ name!(
 name!(
     /// A workflow worker's name for one run of its process.
     WorkerId
+);
+name!(
+    /// One run of a participant, named by it so that a repeated join finds its own epoch again.
+    WriterId
 );
 
 impl NodeId {

@@ -15,6 +15,7 @@ VERBS = {
     "begin_import", "renew_import", "commit_import", "abort_import", "acquire_lease", "renew_lease", "release_lease", "is_exist",
     "get_metadata", "get_size", "list", "update_policy", "upsert", "abort_upsert", "get_upsert", "migrate", "get_operation",
     "list_operations", "cancel_operation", "pause_operation", "resume_operation", "retry_operation", "remove", "purge", "repair", "verify", "clock", "status",
+    "join_import", "renew_part", "finish_part", "get_import",
 }
 NUMBERS = {"INVALID_ARGUMENT": 1, "NOT_FOUND": 2, "CONFLICT": 3, "STALE_GENERATION": 4, "NOT_READY": 5, "BUSY": 6, "LEASE_EXPIRED": 7,
            "POLICY_UNSATISFIABLE": 10, "UNAVAILABLE": 11, "CAPACITY_EXHAUSTED": 14}

@@ -16,11 +16,11 @@ use ballast_schemas::manifest::Manifest;
 use ballast_schemas::placement::{Placement, PlacementPart};
 use ballast_schemas::{
     AcquireLeaseRequest, BeginImportRequest, Command, CommandRecord, CommitImportRequest, Digest, Envelope, Event,
-    IdentityRequest, InstanceId, LineageKey, ListOperationsRequest, ListRequest, LogPosition, MigrateRequest,
-    NodeHello, NodeInventory, NodeReply, NodeRequest, NodeStatus, ObjectRequest, OperationRequest, ReleaseLeaseRequest,
-    RemoveRequest, RenewLeaseRequest, RepairRequest, Request, SessionId, SessionRequest, StatusRequest, TokenClaims,
-    TokenRight, UnitEffect, UnitRange, UpdatePolicyRequest, UpsertIdRequest, UpsertRequest, VerifyRequest, frame,
-    object_head,
+    IdentityRequest, InstanceId, JoinImportRequest, LineageKey, ListOperationsRequest, ListRequest, LogPosition,
+    MigrateRequest, NodeHello, NodeInventory, NodeReply, NodeRequest, NodeStatus, ObjectRequest, OperationRequest,
+    PartRequest, ReleaseLeaseRequest, RemoveRequest, RenewLeaseRequest, RepairRequest, Request, SessionId,
+    SessionRequest, StatusRequest, TokenClaims, TokenRight, UnitEffect, UnitRange, UpdatePolicyRequest,
+    UpsertIdRequest, UpsertRequest, VerifyRequest, frame, object_head,
 };
 use ballast_transfer::TokenKey;
 use ballast_workflows::{State, fold};
@@ -352,6 +352,8 @@ fn request(bytes: &[u8]) -> bool {
     }
     let readers = [
         is::<BeginImportRequest>,
+        is::<JoinImportRequest>,
+        is::<PartRequest>,
         is::<CommitImportRequest>,
         is::<SessionRequest>,
         is::<AcquireLeaseRequest>,
@@ -383,6 +385,11 @@ fn request_bodies() -> Vec<Value> {
         json!({"identity": which, "options": {"request_id": "r1", "min_log_seq": 3, "consistency": "linearizable"}}),
         json!({"identity": which, "session_id": "s1", "ttl_ms": 15000, "placement_digest": Digest::of(b"layout"),
                "logical_bytes": 18, "reserved_bytes": 4096, "unit_count": 1}),
+        json!({"identity": which, "session_id": "s1", "placement_digest": Digest::of(b"layout"), "logical_bytes": 18,
+               "reserved_bytes": 4096, "unit_count": 1, "participants": ["rank0", "rank1"]}),
+        json!({"identity": which, "session_id": "s1", "participant": "rank0", "writer_id": "w1",
+               "placement_digest": Digest::of(b"layout")}),
+        json!({"identity": which, "session_id": "s1", "participant": "rank0", "epoch": 1}),
         json!({"identity": which, "session_id": "s1", "manifest_sha256": Digest::of(b"manifest")}),
         json!({"identity": which, "session_id": "s1"}),
         json!({"identity": which, "from": 7}),
@@ -494,6 +501,7 @@ fn messages() -> Vec<Target> {
         instance: instance.clone(),
         right: TokenRight::Import,
         subject: session_id.to_string(),
+        part: None,
         expires_unix_ms: 60_000,
     };
     vec![

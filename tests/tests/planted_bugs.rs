@@ -44,6 +44,7 @@ planted! {
     a_worker_killed_under_a_mapping_is_caught => WorkerKilledUnderMapping,
     invariant_1_another_manifest_identity_is_caught => OtherManifestIdentity,
     invariant_2_a_commit_without_receipts_is_caught => CommitWithoutReceipts,
+    invariant_2_an_offer_that_counts_unread_is_caught => OffersCountUnread,
     invariant_2_ready_while_importing_is_caught => ReadyWhileImporting,
     invariant_3_a_manifest_that_changes_is_caught => ManifestChanges,
     invariant_4_a_change_without_a_generation_is_caught => GenerationStands,

@@ -1,11 +1,17 @@
 //! The unit checksum, CRC-64/NVME, over bytes in memory: whole, or fed piece by piece in order.
 
-use crc_fast::{CrcAlgorithm, Digest as Crc, crc64_nvme};
+use crc_fast::{CrcAlgorithm, Digest as Crc, checksum_combine, crc64_nvme};
 
 /// CRC-64/NVME of `bytes`.
 #[must_use]
 pub fn checksum(bytes: &[u8]) -> u64 {
     crc64_nvme(bytes)
+}
+
+/// CRC-64/NVME of bytes with this checksum followed by `bytes` ones with that one.
+#[must_use]
+pub fn combine(first: u64, second: u64, bytes: u64) -> u64 {
+    if bytes == 0 { first } else { checksum_combine(CrcAlgorithm::Crc64Nvme, first, second, bytes) }
 }
 
 /// CRC-64/NVME fed in order.

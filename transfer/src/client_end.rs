@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply, PROTOCOL_VERSION,
-    RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply, OfferedFragment,
+    Offers, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
 };
-use ballast_schemas::{AffinityIndex, BallastError, Digest, NodeEndpoint, NodeId, Receipt};
+use ballast_schemas::{AffinityIndex, BallastError, Bitmap, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
 use tokio::net::{TcpStream, UnixStream};
 
@@ -335,6 +335,19 @@ impl NodeConnection {
         }
     }
 
+    /// Says which fragments the caller's participant holds; answers which of them it has to send, by their place.
+    ///
+    /// # Errors
+    /// `CONFLICT` when another participant offers other bytes for one of them, or another run of this one has come.
+    pub async fn offer(&mut self, fragments: &[OfferedFragment]) -> Result<Bitmap, TransferError> {
+        let body = Request::Offer { fragments: fragments.to_vec() };
+        // The node may have to read back what was sent.
+        match self.call(body, &[], &[], self.options.patience).await?.body {
+            Response::Offered { wanted } if wanted.len() as usize == fragments.len() => Ok(wanted),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// Makes units out of those of the base, and answers what became of each. `progress` is told the bytes of each step.
     ///
     /// # Errors
@@ -362,6 +375,15 @@ impl NodeConnection {
         } else {
             Err(self.protocol(format!("{} units were derived, {} were asked for", derived.len(), units.len())))
         }
+    }
+
+    /// What all participants of the import have offered to the node, or only what they do not agree on.
+    ///
+    /// # Errors
+    /// When the node refuses.
+    pub async fn read_offers(&mut self, conflicts: bool) -> Result<Offers, TransferError> {
+        let bytes = self.document(Request::ReadOffers { conflicts }).await?;
+        ballast_schemas::from_messagepack(&bytes).map_err(|error| self.protocol(error.to_string()))
     }
 
     /// Ends the import: the node checks every unit against the manifest.
@@ -617,6 +639,7 @@ fn name(response: &Response) -> &'static str {
         Response::Written { .. } => "Written",
         Response::BaseOpened { .. } => "BaseOpened",
         Response::Derived { .. } => "Derived",
+        Response::Offered { .. } => "Offered",
         Response::Sealed(_) => "Sealed",
         Response::Described(_) => "Described",
         Response::Document { .. } => "Document",

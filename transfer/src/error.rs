@@ -1,7 +1,9 @@
 //! What can go wrong inside a node's store, each with the facts behind it, and the code that a caller sees for it.
 
 use ballast_schemas::frame::Tier;
-use ballast_schemas::{BallastError, ClusterId, Digest, ErrorCode, InstanceId, ObjectKey, SessionId, human_bytes};
+use ballast_schemas::{
+    BallastError, ClusterId, Digest, ErrorCode, InstanceId, ObjectKey, ParticipantId, SessionId, human_bytes,
+};
 use serde_json::json;
 
 use crate::budget::CapacityExhausted;
@@ -73,6 +75,35 @@ pub enum StoreError {
         expected: SessionId,
         /// The caller's session.
         found: SessionId,
+    },
+    /// A later run of the participant has come.
+    #[error(
+        "another run of participant {participant} (epoch {expected}) imports {instance}; this one has epoch {found}"
+    )]
+    Superseded {
+        /// Whose bytes.
+        instance: InstanceId,
+        /// The participant.
+        participant: ParticipantId,
+        /// The highest epoch that it has come with.
+        expected: u64,
+        /// The caller's.
+        found: u64,
+    },
+    /// Participants that should hold the same bytes do not.
+    #[error(
+        "participants {} and {} offer different bytes for one fragment of {instance}, at byte {offset} of unit {unit}",
+        .participants[0], .participants[1]
+    )]
+    OffersDiffer {
+        /// Whose bytes.
+        instance: InstanceId,
+        /// The unit.
+        unit: u32,
+        /// First byte of the fragment inside the unit.
+        offset: u64,
+        /// Who.
+        participants: [ParticipantId; 2],
     },
     /// The caller computed another layout.
     #[error("the layout of {instance} is {expected} here, the caller has {found}")]
@@ -223,6 +254,8 @@ impl StoreError {
             | Self::Sealed { .. }
             | Self::ManagedKey { .. }
             | Self::OtherSession { .. }
+            | Self::Superseded { .. }
+            | Self::OffersDiffer { .. }
             | Self::OtherLayout { .. }
             | Self::OtherManifest { .. }
             | Self::OtherCluster { .. }
@@ -250,6 +283,10 @@ impl StoreError {
                 "used_bytes": capacity.used_bytes,
                 "limit_bytes": capacity.limit_bytes,
             }),
+            Self::Superseded { participant, expected, .. } => json!({"participant": participant, "epoch": expected}),
+            Self::OffersDiffer { unit, offset, participants, .. } => {
+                json!({"unit": unit, "offset": offset, "participants": participants})
+            }
             Self::ManagedKey { key, instance } => json!({"key": key, "group_id": instance.group_id}),
             Self::ObjectsFull { asked_bytes, managed_bytes, watermark_bytes } => json!({
                 "asked_bytes": asked_bytes, "managed_bytes": managed_bytes, "watermark_bytes": watermark_bytes,

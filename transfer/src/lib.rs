@@ -19,6 +19,7 @@ mod mapped;
 mod memory_tier;
 mod node_store;
 mod objects;
+mod offers;
 mod patch;
 #[cfg(test)]
 mod process_tests;
@@ -37,7 +38,7 @@ mod unit_check;
 mod wire;
 
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
-pub use checksum::{RunningChecksum, checksum};
+pub use checksum::{RunningChecksum, checksum, combine};
 pub use client_end::{ConnectOptions, NodeConnection, Route, Transport, host_id, read_ranges_side_by_side};
 pub use cold_engine::EngineChoice;
 pub use cold_tier::{ColdOptions, ColdReport, ColdTierError, Progress};
@@ -52,6 +53,7 @@ pub use node_store::{
     NodeStoreOptions, NodeUsage, OpenError,
 };
 pub use objects::Cleared;
+pub use offers::{FragmentPlace, OfferVerdict, PartOffers};
 pub use patch::{DeriveUnit, UnitPatch};
 pub use record::RecordError;
 pub use server::{BindError, DataPlane, DataPlaneOptions};

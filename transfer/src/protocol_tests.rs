@@ -33,7 +33,13 @@ fn key() -> TokenKey {
 
 pub(crate) fn token(id: &InstanceId, right: TokenRight) -> String {
     let subject = session().to_string();
-    key().sign(&TokenClaims { instance: id.clone(), right, subject, expires_unix_ms: now_unix_ms() + 600_000 })
+    key().sign(&TokenClaims {
+        instance: id.clone(),
+        right,
+        subject,
+        part: None,
+        expires_unix_ms: now_unix_ms() + 600_000,
+    })
 }
 
 fn identity() -> RevisionIdentity {
@@ -342,6 +348,7 @@ async fn tokens_decide_what_a_connection_may_do() {
         instance: id.clone(),
         right: TokenRight::Read,
         subject: "lease".into(),
+        part: None,
         expires_unix_ms,
     };
     let foreign = TokenKey::new(&[1; 32]).unwrap().sign(&claims(u64::MAX));

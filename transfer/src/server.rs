@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use ballast_schemas::frame::{
     ByteRange, DATA_BYTES_MAX, DERIVED_RANGES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, DerivedRange, HOLDERS_MAX,
-    HelloReply, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader,
-    SegmentGrant, SourceRange,
+    HelloReply, OFFERS_MAX, OfferedFragment, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response,
+    ResponseHeader, SegmentGrant, SourceRange,
 };
 use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint, SessionId, TokenClaims, TokenRight, UNITS_MAX};
 use bytes::{Bytes, BytesMut};
@@ -329,6 +329,8 @@ impl Connection<'_> {
             Request::WriteFd { ranges } => self.write_from_descriptor(ranges, descriptors).await,
             Request::OpenBase { token, holders } => self.open_base(&token, &holders).await,
             Request::Derive { ranges } => self.derive(ranges, payload).await,
+            Request::Offer { fragments } => self.offer(fragments).await,
+            Request::ReadOffers { conflicts } => self.read_offers(conflicts).await,
             Request::Seal => self.seal(payload).await,
             Request::Describe => {
                 let claims = self.claims()?;
@@ -402,6 +404,40 @@ impl Connection<'_> {
         Err(unauthorized(format!("the token allows {has}; this request needs one for {needs}")))
     }
 
+    async fn offer(&mut self, fragments: Vec<OfferedFragment>) -> Result<(), Failure> {
+        let (claims, session) = self.importer()?;
+        if fragments.len() > OFFERS_MAX {
+            return Err(invalid(format!("{} fragments; at most {OFFERS_MAX} fit one request", fragments.len())));
+        }
+        let Some(part) = claims.part else {
+            return Err(unauthorized("only a participant of an import offers fragments; join it first"));
+        };
+        let store = self.shared.store.clone();
+        let wanted = blocking(move || store.offer(&claims.instance, &session, &part, &fragments)).await?;
+        Ok(self.send(Response::Offered { wanted }).await?)
+    }
+
+    async fn read_offers(&mut self, conflicts: bool) -> Result<(), Failure> {
+        let (claims, session) = self.whole_importer()?;
+        let store = self.shared.store.clone();
+        let offers = blocking(move || store.offers(&claims.instance, &session, conflicts)).await?;
+        let offers = rmp_serde::to_vec(&offers);
+        let offers = offers.map_err(|error| invalid(format!("the offers do not encode: {error}")))?;
+        self.send_document(&offers).await
+    }
+
+    /// As [`Connection::importer`], of somebody who imports more than a part.
+    fn whole_importer(&self) -> Result<(TokenClaims, SessionId), Failure> {
+        let (claims, session) = self.importer()?;
+        match &claims.part {
+            None => Ok((claims, session)),
+            Some(part) => Err(unauthorized(format!(
+                "the token allows the part of {}; this request needs one for the whole import",
+                part.participant
+            ))),
+        }
+    }
+
     /// Claims of an importer, and its session.
     fn importer(&self) -> Result<(TokenClaims, SessionId), Failure> {
         let claims = self.allowed(TokenRight::Import)?;
@@ -463,7 +499,9 @@ impl Connection<'_> {
                 let result = targets.iter().try_for_each(|target| {
                     let (bytes, later) = rest.split_at((target.bytes as usize).min(rest.len()));
                     rest = later;
-                    store.write(&claims.0.instance, &claims.1, target.unit, target.offset, bytes)
+                    let (claims, session) = (&claims.0, &claims.1);
+                    let part = claims.part.as_ref();
+                    store.write_as(&claims.instance, session, part, target.unit, target.offset, bytes)
                 });
                 (piece, result)
             });
@@ -488,7 +526,8 @@ impl Connection<'_> {
         check_count(ranges.len())?;
         let store = self.shared.store.clone();
         let bytes = blocking(move || {
-            store.write_from_fd(&claims.instance, &session, source[0].as_fd(), &ranges, &Progress::default())
+            let part = claims.part.as_ref();
+            store.write_from_fd(&claims.instance, &session, part, source[0].as_fd(), &ranges, &Progress::default())
         })
         .await?;
         Ok(self.send(Response::Written { bytes }).await?)
@@ -532,7 +571,7 @@ impl Connection<'_> {
     }
 
     async fn seal(&mut self, payload: &mut Payload) -> Result<(), Failure> {
-        let (claims, session) = self.importer()?;
+        let (claims, session) = self.whole_importer()?;
         let manifest = self.read_document(payload).await?;
         let store = self.shared.store.clone();
         let receipt = blocking(move || store.seal(&claims.instance, &session, manifest)).await?;

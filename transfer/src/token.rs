@@ -172,6 +172,7 @@ mod tests {
             instance: instance(1),
             right: TokenRight::Read,
             subject: "lease".into(),
+            part: None,
             expires_unix_ms: 1_000_000,
         }
     }

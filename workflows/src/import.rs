@@ -5,25 +5,27 @@ use std::collections::BTreeSet;
 
 use ballast_schemas::{
     AbortImport, Availability, BeginImport, ClaimPhase, CommitImport, Digest, ErrorCode, EventBody, IMPORT_TTL_MS_MAX,
-    ImportSession, InstanceId, ManifestRef, MigrationTrigger, NodeId, Outcome, Receipt, Rejection, RenewImport, Reply,
-    Residency, RevisionIdentity, SessionId, UNITS_MAX, UpsertMode, WeightRevisionMetadata, WeightStoragePolicy,
+    ImportSession, InstanceId, ManifestRef, MigrationTrigger, NodeId, Outcome, ParticipantId, Receipt, Rejection,
+    RenewImport, Reply, Residency, RevisionIdentity, SessionId, UNITS_MAX, UpsertMode, WeightRevisionMetadata,
+    WeightStoragePolicy,
 };
 
 use crate::fold::{Fold, details, reject};
+use crate::participants;
 use crate::revision::{Import, Revision, Settled, claim_busy};
 
 /// Nodes that one import may be placed on.
 const PLACEMENT_NODES_MAX: usize = 256;
 
 impl Fold<'_> {
-    pub fn begin_import(&mut self, command: &BeginImport) -> Outcome {
+    pub fn begin_import(&mut self, command: &BeginImport, participants: &[ParticipantId]) -> Outcome {
         let before = self.state.record.revisions.before(&command.identity);
         let identity = &before.map_or_else(|| command.identity.clone(), |before| command.identity.sharing(before));
         expect_announcement(command)?;
         let mut generation = 1;
         if let Some(revision) = self.state.record.revisions.get(identity) {
             if let Some(import) = &revision.import {
-                return self.begun_before(command, import);
+                return self.begun_before(command, participants, import);
             }
             match revision.metadata.availability {
                 Availability::Deleting => {
@@ -79,6 +81,7 @@ impl Fold<'_> {
             policy: command.policy,
             logical_bytes: command.logical_bytes,
             unit_count: command.unit_count,
+            parts: participants::declared(participants, self.clock()),
         };
         let revision = Revision {
             metadata,
@@ -106,7 +109,7 @@ impl Fold<'_> {
     }
 
     /// Somebody's session is open already: the caller's own, or another one's.
-    fn begun_before(&self, command: &BeginImport, import: &Import) -> Outcome {
+    fn begun_before(&self, command: &BeginImport, participants: &[ParticipantId], import: &Import) -> Outcome {
         let session = &import.session;
         if session.session_id != command.session_id {
             let left_ms = session.expires_at.since(self.clock());
@@ -124,7 +127,9 @@ impl Fold<'_> {
             && session.ttl_ms == command.ttl_ms
             && import.policy == command.policy
             && import.logical_bytes == command.logical_bytes
-            && import.unit_count == command.unit_count;
+            && import.unit_count == command.unit_count
+            && import.parts.len() == participants.len()
+            && participants.iter().all(|participant| import.parts.contains_key(participant));
         if same {
             return Ok(Reply::Import(Box::new(session.clone())));
         }
@@ -170,7 +175,7 @@ impl Fold<'_> {
     }
 
     /// The open session, if it is the caller's.
-    fn session(&self, identity: &RevisionIdentity, session_id: &SessionId) -> Result<&Import, Rejection> {
+    pub fn session(&self, identity: &RevisionIdentity, session_id: &SessionId) -> Result<&Import, Rejection> {
         let revision = self.revision(identity)?;
         let Some(import) = &revision.import else {
             let found = revision.metadata.availability;
@@ -219,6 +224,7 @@ impl Fold<'_> {
             return reject(ErrorCode::Conflict, message);
         }
         let import = self.session(identity, &command.session_id)?;
+        participants::expect_all_done(import, self.clock())?;
         expect_summary(import, command)?;
         expect_receipts(&import.session, command)?;
         self.expect_above_watermark(identity)?;

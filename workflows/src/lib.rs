@@ -40,6 +40,7 @@ mod list;
 mod machines;
 mod migration;
 mod operation;
+mod participants;
 mod planner;
 mod pressure;
 mod recent;

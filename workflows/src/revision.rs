@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use ballast_schemas::{
     Availability, Digest, ErrorCode, EventBody, HotRatio, ImportSession, LeaseGrant, LeaseId, LogPosition, LogTime,
     MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationKind, OperationStatus, Outcome,
-    Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, Shared, UpdatePolicy,
-    WeightRevisionMetadata, WeightStoragePolicy,
+    ParticipantId, Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, Shared,
+    UpdatePolicy, WeightRevisionMetadata, WeightStoragePolicy, WriterId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -74,6 +74,20 @@ pub(crate) struct Import {
     pub policy: Option<WeightStoragePolicy>,
     pub logical_bytes: u64,
     pub unit_count: u32,
+    /// Who has to bring a part; none where there is one writer.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub parts: BTreeMap<ParticipantId, Part>,
+}
+
+/// One participant of an open import.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Part {
+    /// Of the run that is at work; 0 before the first join.
+    pub epoch: u64,
+    pub writer_id: Option<WriterId>,
+    pub heard_at: LogTime,
+    pub done: bool,
 }
 
 /// An active lease.

@@ -8,9 +8,9 @@ use std::io;
 
 use ballast_schemas::{
     Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest,
-    FOLD_VERSION_FIRST, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey, ListRequest,
-    LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId, Residency,
-    RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation,
+    FOLD_VERSION_FIRST, ImportPart, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey,
+    ListRequest, LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId,
+    Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation,
     WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
@@ -22,6 +22,7 @@ use crate::invariants::{self, Violation};
 use crate::lineage::Lineage;
 use crate::list;
 use crate::operation::{Operation, OperationKey};
+use crate::participants;
 use crate::pressure::Rounds;
 use crate::recent::Recent;
 use crate::revision::{Lease, Revision};
@@ -231,6 +232,22 @@ impl State {
     #[must_use]
     pub fn import(&self, identity: &RevisionIdentity) -> Option<&ImportSession> {
         self.record.revisions.get(identity)?.import.as_ref().map(|import| &import.session)
+    }
+
+    /// The participants of a revision's open import, by name; none where there is one writer.
+    #[must_use]
+    pub fn import_parts(&self, identity: &RevisionIdentity) -> Vec<ImportPart> {
+        let import = self.record.revisions.get(identity).and_then(|revision| revision.import.as_ref());
+        import.map_or_else(Vec::new, |import| import.views())
+    }
+
+    /// Whether every participant of a revision's open import has brought its part.
+    ///
+    /// # Errors
+    /// `NOT_READY` naming those that have not.
+    pub fn expect_parts(&self, identity: &RevisionIdentity) -> Result<(), BallastError> {
+        let import = self.record.revisions.get(identity).and_then(|revision| revision.import.as_ref());
+        import.map_or(Ok(()), |import| Ok(participants::expect_all_done(import, self.log_clock())?))
     }
 
     /// Every READY or DEGRADED revision.

@@ -130,6 +130,38 @@ fn commit(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command
     Command::CommitImport(CommitImport { identity, session_id, manifest, receipts: vec![receipt] })
 }
 
+fn participant(n: u64) -> ParticipantId {
+    ParticipantId::new(format!("rank{n}")).unwrap()
+}
+
+/// What a participant of an import says, mostly of one that is open.
+fn part(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command {
+    let open = state.revisions().find(|revision| !state.import_parts(&revision.identity).is_empty());
+    let identity = open.filter(|_| !dice.one_in(5)).map_or(identity, |revision| revision.identity.clone());
+    let known = state.import(&identity).filter(|_| !dice.one_in(8)).map(|session| session.session_id.clone());
+    let session_id = known.unwrap_or_else(|| SessionId::new("s1").unwrap());
+    let participant = participant(dice.below(3));
+    let parts = state.import_parts(&identity);
+    let epoch = parts.iter().find(|part| part.participant == participant).map_or(1, |part| part.epoch);
+    let epoch = epoch + u64::from(dice.one_in(6));
+    let instance = state.import(&identity).map(|session| session.instance.clone());
+    let instance = instance.unwrap_or_else(|| InstanceId {
+        group_id: identity.group_id(),
+        position: LogPosition { seq: 1 + dice.below(9), index: 0 },
+    });
+    match dice.below(3) {
+        0 => Command::JoinImport(JoinImport {
+            identity,
+            session_id,
+            participant,
+            writer_id: WriterId::new(format!("w{}", dice.below(3))).unwrap(),
+            placement_digest: Digest::of(if dice.one_in(9) { b"other".as_slice() } else { b"geometry" }),
+        }),
+        1 => Command::RenewPart(PartWriter { identity, session_id, participant, instance, epoch }),
+        _ => Command::FinishPart(PartWriter { identity, session_id, participant, instance, epoch }),
+    }
+}
+
 fn command(dice: &mut Dice, state: &State) -> Command {
     let identity = identity(dice, state);
     let expected_metadata_generation = generation(dice, state, &identity);
@@ -143,17 +175,27 @@ fn command(dice: &mut Dice, state: &State) -> Command {
     if wants && operation_id.as_str() != "nothing" && dice.one_in(2) {
         return likely(dice, state, &operation);
     }
-    match dice.below(43) {
-        0..4 => Command::BeginImport(BeginImport {
-            identity,
-            session_id,
-            ttl_ms: dice.pick(&[0, 5_000, 15_000, 15_000, 15_000, 60_000]),
-            policy: if dice.one_in(3) { None } else { Some(policy(dice)) },
-            placement_digest: Digest::of(b"geometry"),
-            placement: vec![NodeId::new("n1").unwrap()],
-            logical_bytes: 400,
-            unit_count: 4,
-        }),
+    match dice.below(48) {
+        43..48 => part(dice, state, identity),
+        0..4 => {
+            let import = BeginImport {
+                identity,
+                session_id,
+                ttl_ms: dice.pick(&[0, 5_000, 15_000, 15_000, 15_000, 60_000]),
+                policy: if dice.one_in(3) { None } else { Some(policy(dice)) },
+                placement_digest: Digest::of(b"geometry"),
+                placement: vec![NodeId::new("n1").unwrap()],
+                logical_bytes: 400,
+                unit_count: 4,
+            };
+            match dice.below(3) {
+                0 => {
+                    let participants = (0..dice.below(4)).map(participant).collect();
+                    Command::BeginSharedImport(BeginSharedImport { import, participants })
+                }
+                _ => Command::BeginImport(import),
+            }
+        }
         4..8 => commit(dice, state, identity),
         8 => Command::RenewImport(RenewImport { identity, session_id }),
         9 => Command::AbortImport(AbortImport { identity, session_id }),

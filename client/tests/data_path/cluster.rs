@@ -265,8 +265,13 @@ impl Answering {
     }
 
     fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
-        let claims =
-            TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), expires_unix_ms: u64::MAX };
+        let claims = TokenClaims {
+            instance: instance.clone(),
+            right,
+            subject: subject.to_owned(),
+            part: None,
+            expires_unix_ms: u64::MAX,
+        };
         self.key.sign(&claims)
     }
 

@@ -1,8 +1,10 @@
 //! Limits that no state could lift: times, lengths, counts. A request beyond one is refused before the log, naming the field.
 
+use std::collections::BTreeSet;
+
 use ballast_schemas::{
-    BallastError, BeginImportRequest, IMPORT_TTL_MS_MAX, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LIST_LIMIT_MAX,
-    ListRequest, MigrateRequest, Residency, TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
+    BallastError, BeginImportRequest, IMPORT_PARTICIPANTS_MAX, IMPORT_TTL_MS_MAX, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN,
+    LIST_LIMIT_MAX, ListRequest, MigrateRequest, ParticipantId, Residency, TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
 };
 
 /// A page token is made of an identity, which is longer than other texts.
@@ -49,6 +51,11 @@ pub(super) fn holder(holder: &str) -> Result<(), BallastError> {
 pub(super) fn begin_import(request: &BeginImportRequest) -> Result<(), BallastError> {
     within("ttl_ms", request.ttl_ms, 1, IMPORT_TTL_MS_MAX)?;
     within("unit_count", u64::from(request.unit_count), 1, u64::from(UNITS_MAX))?;
+    let different: BTreeSet<&ParticipantId> = request.participants.iter().collect();
+    if different.len() != request.participants.len() {
+        return Err(BallastError::invalid("participants names one twice; name each once"));
+    }
+    within("the number of participants", different.len() as u64, 0, IMPORT_PARTICIPANTS_MAX as u64)?;
     if request.reserved_bytes < request.logical_bytes {
         let (reserved, logical) = (request.reserved_bytes, request.logical_bytes);
         return Err(BallastError::invalid(format!(

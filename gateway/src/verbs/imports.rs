@@ -4,10 +4,10 @@
 use std::time::{Duration, Instant};
 
 use ballast_schemas::{
-    AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, ClaimPhase, Command,
-    CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef, NodeEndpoint, NodeId, Receipt,
-    RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionId, SessionReply, SessionRequest,
-    TokenRight, UpsertMode, WeightRevisionMetadata,
+    AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, BeginSharedImport,
+    ClaimPhase, Command, CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef,
+    NodeEndpoint, NodeId, Receipt, RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionId,
+    SessionReply, SessionRequest, TokenRight, UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 use futures::future::try_join_all;
@@ -40,11 +40,16 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
         logical_bytes,
         reserved_bytes: _,
         unit_count,
+        participants,
     } = request.body;
-    let command =
+    let import =
         BeginImport { identity, session_id, ttl_ms, policy, placement_digest, placement, logical_bytes, unit_count };
+    let command = match participants.is_empty() {
+        true => Command::BeginImport(import),
+        false => Command::BeginSharedImport(BeginSharedImport { import, participants }),
+    };
     // The session id makes it safe to repeat; the placement may differ then, so the caller's request id would only be in the way.
-    let (position, reply) = context.submit_afresh(&request.options, Command::BeginImport(command)).await?;
+    let (position, reply) = context.submit_afresh(&request.options, command).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     let endpoints = endpoints_of(context, &session).await?;
     let token =
@@ -149,7 +154,10 @@ fn beside_base(state: &State, identity: &RevisionIdentity) -> Option<NodeId> {
 }
 
 /// Where the session's nodes listen; every one of them must live.
-async fn endpoints_of(context: &Context, session: &ImportSession) -> Result<Vec<NodeEndpoint>, BallastError> {
+pub(super) async fn endpoints_of(
+    context: &Context,
+    session: &ImportSession,
+) -> Result<Vec<NodeEndpoint>, BallastError> {
     let all = |endpoints: &Vec<NodeEndpoint>| endpoints.len() == session.placement.len();
     let found = context
         .directory
@@ -234,7 +242,11 @@ fn before_commit(
         };
     }
     match state.import(identity) {
-        Some(session) if session.session_id == *session_id => Ok(BeforeCommit::Open(Box::new(session.clone()))),
+        Some(session) if session.session_id == *session_id => {
+            // Before nodes are asked: whoever is missing says more than what is.
+            state.expect_parts(identity)?;
+            Ok(BeforeCommit::Open(Box::new(session.clone())))
+        }
         Some(session) => {
             let open = &session.session_id;
             let message = format!("revision {identity} is being imported by session {open}, not by {session_id}");

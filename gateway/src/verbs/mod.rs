@@ -8,6 +8,7 @@ mod imports;
 mod leases;
 mod lineage;
 mod operations;
+mod participants;
 mod repair;
 mod revisions;
 mod status;
@@ -38,6 +39,10 @@ pub(crate) const INBOX_VERBS: &[&str] = &[
 pub(crate) async fn perform(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     match call.verb {
         "begin_import" => imports::begin(context, call).await,
+        "join_import" => participants::join(context, call).await,
+        "renew_part" => participants::renew(context, call).await,
+        "finish_part" => participants::finish(context, call).await,
+        "get_import" => participants::get(context, call).await,
         "renew_import" => imports::renew(context, call).await,
         "commit_import" => imports::commit(context, call).await,
         "abort_import" => imports::abort(context, call).await,

@@ -9,7 +9,15 @@ fn good(verb: &str) -> Value {
     let identity = minilm(1);
     match verb {
         "begin_import" => begin(&identity, "s1", hot()),
-        "renew_import" | "abort_import" => json!({"identity": identity, "session_id": "s1"}),
+        "join_import" => {
+            let (participant, digest) = ("rank0", "0".repeat(64));
+            json!({"identity": identity, "session_id": "s1", "participant": participant, "writer_id": "w1", "placement_digest": digest})
+        }
+        "renew_part" | "finish_part" => {
+            let instance = json!({"group_id": format!("weight:{}", "0".repeat(64)), "position": {"seq": 3, "index": 0}});
+            json!({"identity": identity, "session_id": "s1", "participant": "rank0", "instance": instance, "epoch": 1})
+        }
+        "renew_import" | "abort_import" | "get_import" => json!({"identity": identity, "session_id": "s1"}),
         "commit_import" => json!({"identity": identity, "session_id": "s1", "manifest_sha256": "0".repeat(64)}),
         "acquire_lease" | "renew_lease" | "release_lease" => json!({"identity": identity, "lease_id": "l1"}),
         "is_exist" | "get_metadata" | "get_size" | "purge" | "repair" | "verify" => json!({"identity": identity}),

@@ -304,3 +304,56 @@ async fn two_gateways_share_the_work_and_read_each_others_writes() {
         assert_eq!(fixture.call("status", json!({})).await.unwrap()["replica_id"], "gateway-2");
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn participants_join_finish_and_are_named_while_they_are_missing() {
+    let fixture = Fixture::start().await;
+    let node = FakeNode::start(&fixture, "node-1", 64 * MIB).await;
+    let identity = minilm(1);
+    let mut shared = begin(&identity, "s1", hot());
+    shared["participants"] = json!(["rank0", "rank1"]);
+    let begun = fixture.call("begin_import", shared.clone()).await.unwrap();
+    let again = fixture.call("begin_import", shared.clone()).await.unwrap();
+    assert_eq!(again["session"]["instance"], begun["session"]["instance"]);
+    for wrong in [json!(["rank0", "rank0"]), json!(["a b"]), json!([["rank0"]]), json!([1])] {
+        let mut other = shared.clone();
+        other["participants"] = wrong;
+        let error = fixture.refuse("begin_import", other, ErrorCode::InvalidArgument).await;
+        assert!(error.message.contains("participants"), "{error}");
+    }
+    let join = |participant: &str, writer: &str| {
+        let digest = &shared["placement_digest"];
+        json!({"identity": identity, "session_id": "s1", "participant": participant, "writer_id": writer, "placement_digest": digest})
+    };
+    let joined = fixture.call("join_import", join("rank0", "w1")).await.unwrap();
+    assert_eq!((&joined["part"]["epoch"], &joined["endpoints"][0]["node"]), (&json!(1), &json!("node-1")));
+    assert_ne!(joined["token"], begun["token"]);
+    assert_eq!(fixture.call("join_import", join("rank0", "w2")).await.unwrap()["part"]["epoch"], 2);
+    fixture.refuse("join_import", join("rank7", "w1"), ErrorCode::InvalidArgument).await;
+    // A stale rank: of another session, of another geometry, of a run that was replaced.
+    let mut stale = join("rank1", "w1");
+    stale["session_id"] = json!("s0");
+    fixture.refuse("join_import", stale, ErrorCode::Conflict).await;
+    let mut stale = join("rank1", "w1");
+    stale["placement_digest"] = json!("1".repeat(64));
+    fixture.refuse("join_import", stale, ErrorCode::Conflict).await;
+    let part = |participant: &str, epoch: u64| json!({"identity": identity, "session_id": "s1", "participant": participant, "instance": begun["session"]["instance"], "epoch": epoch});
+    fixture.refuse("renew_part", part("rank0", 1), ErrorCode::Conflict).await;
+    fixture.refuse("finish_part", part("rank0", 1), ErrorCode::Conflict).await;
+    assert_eq!(fixture.call("finish_part", part("rank0", 2)).await.unwrap()["part"]["done"], true);
+    let commit = |sha256: &str| json!({"identity": identity, "session_id": "s1", "manifest_sha256": sha256});
+    let error = fixture.refuse("commit_import", commit(&"0".repeat(64)), ErrorCode::NotReady).await;
+    assert_eq!(error.details["participants"], json!(["rank1"]));
+    let found = fixture.call("get_import", json!({"identity": identity, "session_id": "s1"})).await.unwrap();
+    let done: Vec<&Value> = found["participants"].as_array().unwrap().iter().map(|part| &part["done"]).collect();
+    assert_eq!(done, [&json!(true), &json!(false)]);
+    fixture.call("join_import", join("rank1", "w1")).await.unwrap();
+    fixture.call("renew_part", part("rank1", 1)).await.unwrap();
+    fixture.call("finish_part", part("rank1", 1)).await.unwrap();
+    let instance = serde_json::from_value(begun["session"]["instance"].clone()).unwrap();
+    let sha256 = node.seal(&identity, &instance, "s1").to_string();
+    let committed = fixture.call("commit_import", commit(&sha256)).await.unwrap();
+    assert_eq!(committed["revision"]["availability"], "READY");
+    fixture.refuse("join_import", join("rank1", "w9"), ErrorCode::Conflict).await;
+    fixture.refuse("get_import", json!({"identity": identity, "session_id": "s1"}), ErrorCode::LeaseExpired).await;
+}

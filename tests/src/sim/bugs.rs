@@ -57,6 +57,8 @@ bugs! {
     OtherManifestIdentity => "1,",
     /// 2: a gateway commits on the importer's word, without a receipt from every node.
     CommitWithoutReceipts => "2,",
+    /// 2: a node takes what a participant offers for what it holds.
+    OffersCountUnread => "2,",
     /// 2: the fold publishes an import that has not been committed.
     ReadyWhileImporting => "2,|state table",
     /// 3: the manifest reference changes after READY.

@@ -6,9 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use ballast_schemas::{
-    AcquireLease, Availability, BallastError, BeginImport, Command, CommandId, CommitImport, Digest, ErrorCode,
-    ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, LogTime, MigrationTrigger, NodeId, NodeReply,
-    NodeRequest, OperationId, Receipt, RelievePressure, Reply, RevisionIdentity, SessionId, WeightRevisionMetadata,
+    AcquireLease, Availability, BallastError, BeginImport, BeginSharedImport, Command, CommandId, CommitImport, Digest,
+    ErrorCode, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, LogTime, MigrationTrigger, NodeId,
+    NodeReply, NodeRequest, OperationId, ParticipantId, Receipt, RelievePressure, Reply, RevisionIdentity, SessionId,
+    WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 
@@ -88,8 +89,13 @@ impl Gateway {
         self.replica.read(|state| state.revision(identity).cloned())
     }
 
-    /// Opens an import session somewhere with room.
-    pub async fn begin_import(&self, mut command: BeginImport, until: LogTime) -> Result<ImportSession, BallastError> {
+    /// Opens an import session somewhere with room; without participants for one writer.
+    pub async fn begin_import(
+        &self,
+        mut command: BeginImport,
+        participants: Vec<ParticipantId>,
+        until: LogTime,
+    ) -> Result<ImportSession, BallastError> {
         let standing = self.metadata(&command.identity).filter(|found| found.availability != Availability::Deleted);
         command.placement = match standing {
             Some(found) => found.placement,
@@ -102,7 +108,11 @@ impl Gateway {
             },
         };
         let id = self.w().command_id();
-        match self.submit(id, until, Command::BeginImport(command)).await? {
+        let command = match participants.is_empty() {
+            true => Command::BeginImport(command),
+            false => Command::BeginSharedImport(BeginSharedImport { import: command, participants }),
+        };
+        match self.submit(id, until, command).await? {
             Reply::Import(session) => Ok(*session),
             other => Err(BallastError::invalid(format!("not a session: {other:?}"))),
         }

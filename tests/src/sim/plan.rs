@@ -79,6 +79,8 @@ pub(crate) struct Actions {
     /// Mean time between two actions of one client.
     pub every_ns: u64,
     pub put: u32,
+    /// Puts of several participants.
+    pub share: u32,
     pub put_first: u32,
     pub delete_first: u32,
     pub get: u32,
@@ -130,7 +132,8 @@ impl Plan {
         };
         let actions = Actions {
             every_ns: rng.between(2, 8) * SECOND,
-            put: 20,
+            put: 16,
+            share: 8,
             put_first: 12,
             delete_first: 6,
             get: 34,
@@ -305,6 +308,7 @@ impl Plan {
                 plan.strikes = Strikes { pause: 60, isolate: 60, every_ns: 2 * SECOND, ..plan.strikes.clone() };
             }
             Bug::UnitsInMetadata => plan.units_max = 12,
+            Bug::OffersCountUnread => plan.actions.share = 60,
             Bug::CommitWithoutReceipts
             | Bug::OtherManifestIdentity
             | Bug::ReadyWhileImporting

@@ -9,12 +9,15 @@ use std::time::Duration;
 
 use ballast_schemas::frame::{SourceRange, Tier};
 use ballast_schemas::manifest::{Manifest, ManifestError};
-use ballast_schemas::{AffinityIndex, Bitmap, InstanceId, LogPosition, ManifestRef, Receipt, SessionId, hash_list};
+use ballast_schemas::{
+    AffinityIndex, Bitmap, InstanceId, LogPosition, ManifestRef, Receipt, SessionId, TokenPart, hash_list,
+};
 use bytes::Bytes;
 
 use super::instance::{
     Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
 };
+use super::offers::PartWrite;
 use super::{NodeStore, lock};
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold_tier::Progress;
@@ -25,6 +28,7 @@ use crate::folder::{
 use crate::guard::UnitStates;
 use crate::layout::{Extent, GroupLayout};
 use crate::memory_tier::instance_folder;
+use crate::offers::PartOffers;
 use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
 
 /// Bytes copied at a time: small enough to be checksummed and written while they are in a core's cache.
@@ -66,14 +70,16 @@ impl SealDocument {
 /// How far the units of an import were written.
 #[derive(Debug)]
 pub(crate) struct Writes {
-    units: Vec<UnitWrite>,
+    pub(super) units: Vec<UnitWrite>,
     /// For each segment, the blocks whose room was taken.
     room: Vec<Bitmap>,
+    /// Of an import with several writers: who brings what.
+    pub(super) offers: PartOffers,
 }
 
 #[derive(Clone, Debug, Default)]
-struct UnitWrite {
-    order: Order,
+pub(super) struct UnitWrite {
+    pub(super) order: Order,
     writers: u32,
     /// Two writers were at it at once.
     disturbed: bool,
@@ -81,7 +87,7 @@ struct UnitWrite {
 
 /// What is known of a unit's checksum without reading it back.
 #[derive(Clone, Debug, Default)]
-enum Order {
+pub(super) enum Order {
     /// Nothing: bytes came out of order, or not yet.
     #[default]
     Unknown,
@@ -97,6 +103,7 @@ impl Writes {
         Self {
             units: vec![UnitWrite::default(); layout.unit_count() as usize],
             room: (0..layout.segment_count()).map(|segment| Bitmap::empty(blocks(segment))).collect(),
+            offers: PartOffers::default(),
         }
     }
 }
@@ -188,9 +195,26 @@ impl NodeStore {
         offset: u64,
         bytes: &[u8],
     ) -> Result<(), StoreError> {
+        self.write_as(id, session_id, None, unit, offset, bytes)
+    }
+
+    /// As [`NodeStore::write`], on behalf of a participant: into fragments that it brings.
+    ///
+    /// # Errors
+    /// As there, and when it has not offered these bytes or a later run of it has come.
+    pub fn write_as(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        part: Option<&TokenPart>,
+        unit: u32,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), StoreError> {
         let instance = self.served(id)?;
         instance.check_session(session_id)?;
         let extent = instance.target(unit, offset, bytes.len() as u64)?;
+        let _leave = PartWrite::begin(&instance, part, unit, offset, bytes.len() as u64)?;
         let mut done = 0;
         for piece in bytes.chunks(COPY_BYTES as usize) {
             instance.write_piece(unit, extent, offset + done, piece)?;
@@ -208,6 +232,7 @@ impl NodeStore {
         &self,
         id: &InstanceId,
         session_id: &SessionId,
+        part: Option<&TokenPart>,
         source: BorrowedFd<'_>,
         ranges: &[SourceRange],
         progress: &Progress,
@@ -226,6 +251,7 @@ impl NodeStore {
         let mut total = 0;
         for range in ranges {
             let extent = instance.target(range.unit, range.unit_offset, range.bytes)?;
+            let _leave = PartWrite::begin(&instance, part, range.unit, range.unit_offset, range.bytes)?;
             let mut done = 0;
             while done < range.bytes {
                 let piece = &mut buffer[..(range.bytes - done).min(COPY_BYTES) as usize];
@@ -313,7 +339,7 @@ impl NodeStore {
         drop(state);
         instance.guard(self.memory.objects());
         // What was noted of the writes is of no more use.
-        *lock(&instance.writes) = Writes { units: Vec::new(), room: Vec::new() };
+        *lock(&instance.writes) = Writes { units: Vec::new(), room: Vec::new(), offers: PartOffers::default() };
         Ok(self.receipt_of(&instance, &sealed))
     }
 
@@ -345,7 +371,7 @@ impl NodeStore {
 }
 
 impl Instance {
-    fn check_session(&self, found: &SessionId) -> Result<(), StoreError> {
+    pub(super) fn check_session(&self, found: &SessionId) -> Result<(), StoreError> {
         if self.session_id == *found {
             return Ok(());
         }
@@ -363,7 +389,7 @@ impl Instance {
     }
 
     /// Where bytes go, if they fit.
-    fn target(&self, unit: u32, offset: u64, bytes: u64) -> Result<Extent, StoreError> {
+    pub(super) fn target(&self, unit: u32, offset: u64, bytes: u64) -> Result<Extent, StoreError> {
         let invalid =
             |reason: String| StoreError::Invalid(format!("can not write to unit {unit} of {}: {reason}", self.id));
         let count = self.layout.unit_count();
@@ -390,7 +416,7 @@ impl Instance {
 
         let running = {
             let mut writes = lock(&self.writes);
-            let Writes { units, room } = &mut *writes;
+            let Writes { units, room, .. } = &mut *writes;
             if let Some(room) = room.get_mut(extent.segment as usize) {
                 let blocks = (range.start / ROOM_BYTES) as u32..range.end.div_ceil(ROOM_BYTES) as u32;
                 for block in blocks.filter(|&block| !room.get(block)).collect::<Vec<_>>() {
@@ -518,19 +544,24 @@ impl Instance {
         Ok(())
     }
 
-    /// The units whose bytes are not what the manifest says. Units that came in order were checksummed on the way.
+    /// The units whose bytes are not what the manifest says. Units that came in order were checksummed on the way, and those
+    /// of several participants when the last of them had sent its fragment.
     fn check_written(&self, affinity: &AffinityIndex) -> Result<Vec<Mismatch>, StoreError> {
         let mut mismatches = Vec::new();
         let mut unknown = Vec::new();
         {
             let writes = lock(&self.writes);
             for (unit, wanted) in affinity.units.iter().enumerate() {
-                match writes.units.get(unit).map(|write| &write.order) {
-                    Some(Order::Complete(found)) if *found == wanted.crc64 => {}
-                    Some(Order::Complete(found)) => {
-                        mismatches.push(Mismatch { unit: unit as u32, expected: wanted.crc64, found: *found });
+                let known = match writes.units.get(unit).map(|write| &write.order) {
+                    Some(Order::Complete(found)) => Some(*found),
+                    _ => writes.offers.checksum_of(unit as u32, wanted.extent_bytes),
+                };
+                match known {
+                    Some(found) if found == wanted.crc64 => {}
+                    Some(found) => {
+                        mismatches.push(Mismatch { unit: unit as u32, expected: wanted.crc64, found });
                     }
-                    _ => unknown.push(unit as u32),
+                    None => unknown.push(unit as u32),
                 }
             }
         }
@@ -584,10 +615,21 @@ impl Instance {
 
     fn checksum_in_memory(&self, unit: u32) -> Result<u64, PathError> {
         let Some(extent) = self.layout.extent(unit).filter(|extent| extent.bytes > 0) else { return Ok(checksum(&[])) };
+        self.checksum_in_segment(extent, extent.offset..extent.offset + extent.bytes)
+    }
+
+    /// The checksum of some bytes of a unit in memory. The caller answers for nobody freeing them meanwhile; while somebody
+    /// writes them, what is found is worth nothing.
+    pub(super) fn checksum_of_range(&self, unit: u32, offset: u64, bytes: u64) -> Result<u64, StoreError> {
+        let extent = self.target(unit, offset, bytes)?;
+        let start = extent.offset + offset;
+        self.checksum_in_segment(extent, start..start + bytes).map_err(|error| StoreError::on_tier(Tier::Memory, error))
+    }
+
+    fn checksum_in_segment(&self, extent: Extent, range: std::ops::Range<u64>) -> Result<u64, PathError> {
         let missing = || std::io::Error::new(std::io::ErrorKind::NotFound, "the segment is not in memory");
         let segment = self.memory.get(extent.segment).ok_or_else(missing).on("check", &self.memory_folder)?;
-        let range = extent.offset..extent.offset + extent.bytes;
-        // SAFETY: the callers of `check_memory` answer for nobody writing or freeing these bytes.
+        // SAFETY: the callers answer for nobody writing or freeing these bytes.
         let bytes = unsafe { segment.bytes(range) }.on("check", &self.memory_folder)?;
         Ok(checksum(bytes))
     }
@@ -606,10 +648,10 @@ fn make_cold_folder(
 }
 
 /// A writer between its check of the state and the end of its copy.
-struct Writer<'a>(&'a Instance);
+pub(super) struct Writer<'a>(&'a Instance);
 
 impl<'a> Writer<'a> {
-    fn enter(instance: &'a Instance) -> Result<Self, StoreError> {
+    pub(super) fn enter(instance: &'a Instance) -> Result<Self, StoreError> {
         let mut state = lock(&instance.state);
         if state.deleting {
             return Err(StoreError::Deleting { instance: instance.id.clone() });

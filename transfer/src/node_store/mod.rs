@@ -12,6 +12,9 @@ mod deletion;
 mod fault_tests;
 mod import;
 mod instance;
+mod offers;
+#[cfg(test)]
+mod offers_tests;
 mod ordinary;
 mod reading;
 mod residency;

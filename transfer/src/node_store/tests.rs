@@ -289,21 +289,21 @@ fn a_file_is_copied_into_units_and_a_pipe_or_a_short_file_is_refused() {
         source_offset += bytes;
     }
     let progress = Progress::default();
-    let copied = store.write_from_fd(&id, &session(), source.as_fd(), &ranges, &progress).unwrap();
+    let copied = store.write_from_fd(&id, &session(), None, source.as_fd(), &ranges, &progress).unwrap();
     assert_eq!((copied, progress.bytes()), (SIZES.iter().sum(), SIZES.iter().sum()));
 
     let past = [SourceRange { source_offset: source_offset - 1, unit: 0, unit_offset: 0, bytes: 2 }];
-    let short = store.write_from_fd(&id, &session(), source.as_fd(), &past, &progress).unwrap_err();
+    let short = store.write_from_fd(&id, &session(), None, source.as_fd(), &past, &progress).unwrap_err();
     assert_eq!(short.code(), ErrorCode::InvalidArgument, "{short}");
     let (pipe, _other) = std::io::pipe().unwrap();
-    let refused = store.write_from_fd(&id, &session(), pipe.as_fd(), &past, &progress).unwrap_err();
+    let refused = store.write_from_fd(&id, &session(), None, pipe.as_fd(), &past, &progress).unwrap_err();
     assert!(refused.to_string().contains("not a regular file"), "{refused}");
     for wrong in [
         SourceRange { source_offset: 0, unit: 5, unit_offset: 0, bytes: 1 },
         SourceRange { source_offset: 0, unit: 2, unit_offset: 4096, bytes: 1 },
         SourceRange { source_offset: 0, unit: 2, unit_offset: u64::MAX, bytes: 2 },
     ] {
-        let refused = store.write_from_fd(&id, &session(), source.as_fd(), &[wrong], &progress).unwrap_err();
+        let refused = store.write_from_fd(&id, &session(), None, source.as_fd(), &[wrong], &progress).unwrap_err();
         assert_eq!(refused.code(), ErrorCode::InvalidArgument, "{refused}");
     }
     seal(&store, &id, &SIZES).unwrap();

@@ -277,8 +277,13 @@ async fn answer_hellos(client: async_nats::Client, replica: Replica) -> impl Fut
 }
 
 pub fn token(instance: &InstanceId, right: TokenRight, subject: &str) -> String {
-    let claims =
-        TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), expires_unix_ms: u64::MAX / 2 };
+    let claims = TokenClaims {
+        instance: instance.clone(),
+        right,
+        subject: subject.to_owned(),
+        part: None,
+        expires_unix_ms: u64::MAX / 2,
+    };
     TokenKey::new(&KEY).unwrap().sign(&claims)
 }
 

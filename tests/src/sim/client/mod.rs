@@ -5,6 +5,7 @@ mod administer;
 mod publish;
 mod read;
 mod replace;
+mod share;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -41,6 +42,7 @@ const AT_ONCE: u32 = 3;
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Put,
+    Share,
     PutFirst,
     DeleteFirst,
     Get,
@@ -86,6 +88,7 @@ impl Client {
         let actions = &w.plan.actions;
         let weights = [
             (actions.put, Action::Put),
+            (actions.share, Action::Share),
             (actions.put_first, Action::PutFirst),
             (actions.delete_first, Action::DeleteFirst),
             (actions.get, Action::Get),
@@ -121,9 +124,10 @@ impl Client {
         }
     }
 
-    async fn act(&self, action: Action) -> Result<(), BallastError> {
+    async fn act(self: &Rc<Self>, action: Action) -> Result<(), BallastError> {
         match action {
             Action::Put => self.put_next().await,
+            Action::Share => self.put_shared().await,
             Action::PutFirst => self.replace(ballast_schemas::UpsertMode::PutFirst).await,
             Action::DeleteFirst => self.replace(ballast_schemas::UpsertMode::DeleteFirst).await,
             Action::Get => self.get().await,

@@ -60,7 +60,7 @@ impl Client {
         };
         let begin = move |gateway: Rc<Gateway>, until| {
             let command = command.clone();
-            async move { gateway.begin_import(command, until).await }
+            async move { gateway.begin_import(command, Vec::new(), until).await }
         };
         let session = self.mutate(REQUEST_DEADLINE, begin).await?;
         self.nap().await;
@@ -120,7 +120,7 @@ impl Client {
     }
 
     /// Renews the session while bytes move. Never ends; says when it is lost.
-    async fn keep_session(&self, session: &ImportSession, lost: &Shared<bool>) {
+    pub(super) async fn keep_session(&self, session: &ImportSession, lost: &Shared<bool>) {
         let w = &self.w;
         loop {
             w.rt.sleep(session.ttl_ms * MS / 3).await;
@@ -137,7 +137,12 @@ impl Client {
         }
     }
 
-    async fn allocate(&self, node: &NodeId, session: &ImportSession, units: u32) -> Result<(), BallastError> {
+    pub(super) async fn allocate(
+        &self,
+        node: &NodeId,
+        session: &ImportSession,
+        units: u32,
+    ) -> Result<(), BallastError> {
         let (id, session_id) = (session.instance.clone(), session.session_id.clone());
         self.on_node(node, move |store| {
             let (id, session_id) = (id.clone(), session_id.clone());
@@ -155,7 +160,12 @@ impl Client {
         .await
     }
 
-    async fn seal(&self, node: &NodeId, session: &ImportSession, content: &Rc<Content>) -> Result<(), BallastError> {
+    pub(super) async fn seal(
+        &self,
+        node: &NodeId,
+        session: &ImportSession,
+        content: &Rc<Content>,
+    ) -> Result<(), BallastError> {
         let (id, session_id, content) = (session.instance.clone(), session.session_id.clone(), Rc::clone(content));
         self.on_node(node, move |store| {
             let (id, session_id, content) = (id.clone(), session_id.clone(), Rc::clone(&content));

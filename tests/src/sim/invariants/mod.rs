@@ -12,6 +12,7 @@ mod leases_protect;
 mod light_metadata;
 mod nothing_left;
 mod once;
+mod participants;
 mod pressure;
 mod readers;
 mod replacement_order;
@@ -20,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ballast_schemas::{
     Bitmap, CommandId, Envelope, GroupInventory, InstanceId, LeaseId, ListRequest, LogPosition, NodeInventory,
-    OperationId, Outcome, TenantId, WeightRevisionMetadata,
+    OperationId, Outcome, SessionId, TenantId, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 
@@ -66,6 +67,7 @@ pub(crate) struct Watch {
     looked: BTreeMap<CommandId, Option<u64>>,
     deleting_since: BTreeMap<InstanceId, u64>,
     rounds: pressure::Rounds,
+    sessions: BTreeMap<SessionId, participants::Declared>,
 }
 
 /// After every entry.
@@ -75,6 +77,7 @@ pub(crate) fn check_entry(w: &W, folded: &Folded<'_>) {
     once::check(w, watch, folded);
     leases_protect::check(w, watch, folded);
     complete_publication::check(w, watch, folded);
+    participants::check(w, watch, folded);
     actual_replicas::check(w, watch, folded);
     replacement_order::check(w, watch, folded);
     light_metadata::check(w, folded);

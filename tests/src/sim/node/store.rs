@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use ballast_schemas::{BallastError, Bitmap, ErrorCode, InstanceId, LogPosition, NodeInventory, SessionId, UnitRange};
-use ballast_transfer::{FenceStep, UnitStates, check_fence};
+use ballast_transfer::{FenceStep, PartOffers, UnitStates, check_fence};
 
 use super::Node;
 use super::disks::{MemoryFolder, SEGMENT_UNITS, Tier};
@@ -53,6 +53,8 @@ pub(crate) struct Live {
     pub sealing: Cell<bool>,
     pub writers: Cell<u32>,
     pub units: RefCell<UnitStates>,
+    /// Of an import with several writers.
+    pub offers: RefCell<PartOffers>,
     /// Copies on disk that were found wrong and have not been made again.
     pub cold_lost: RefCell<Bitmap>,
     /// Copies on disk that this run has read back, with the change time at which they were right.
@@ -277,6 +279,7 @@ impl Live {
             sealing: Cell::new(false),
             writers: Cell::new(0),
             units: RefCell::new(UnitStates::new(count)),
+            offers: RefCell::default(),
             cold_lost: RefCell::new(Bitmap::empty(count)),
             verified: RefCell::default(),
             queue: Turnstile::default(),
