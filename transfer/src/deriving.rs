@@ -19,7 +19,7 @@ use crate::patch::RangePatch;
 use crate::transfer_error::TransferError;
 
 /// Bytes in hand at a time: small enough to be hashed, patched and written while they are in a core's cache.
-const PIECE_BYTES: u64 = 1 << 20;
+const PIECE_BYTES: u64 = 256 << 10;
 /// Bytes asked of another node at a time.
 const REMOTE_BYTES: u64 = 8 << 20;
 

@@ -18,6 +18,7 @@ use super::instance::{
     Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
 };
 use super::offers::PartWrite;
+use super::room::Room;
 use super::{NodeStore, lock};
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold_tier::Progress;
@@ -35,8 +36,6 @@ use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
 const COPY_BYTES: u64 = 1 << 20;
 /// Longest wait of a seal for writers; each copies at most [`COPY_BYTES`] between two checks.
 const WRITERS_WAIT: Duration = Duration::from_secs(30);
-/// Room in a segment is taken in blocks of this many bytes, when the first byte of a block is written.
-const ROOM_BYTES: u64 = 64 << 20;
 
 /// The answer to a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,11 +67,10 @@ impl SealDocument {
 }
 
 /// How far the units of an import were written.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Writes {
     pub(super) units: Vec<UnitWrite>,
-    /// For each segment, the blocks whose room was taken.
-    room: Vec<Bitmap>,
+    room: Arc<Room>,
     /// Of an import with several writers: who brings what.
     pub(super) offers: PartOffers,
 }
@@ -99,10 +97,9 @@ pub(super) enum Order {
 
 impl Writes {
     pub(crate) fn new(layout: &GroupLayout) -> Self {
-        let blocks = |segment| layout.segment_bytes(segment).div_ceil(ROOM_BYTES) as u32;
         Self {
             units: vec![UnitWrite::default(); layout.unit_count() as usize],
-            room: (0..layout.segment_count()).map(|segment| Bitmap::empty(blocks(segment))).collect(),
+            room: Arc::new(Room::new(layout)),
             offers: PartOffers::default(),
         }
     }
@@ -339,7 +336,7 @@ impl NodeStore {
         drop(state);
         instance.guard(self.memory.objects());
         // What was noted of the writes is of no more use.
-        *lock(&instance.writes) = Writes { units: Vec::new(), room: Vec::new(), offers: PartOffers::default() };
+        *lock(&instance.writes) = Writes::default();
         Ok(self.receipt_of(&instance, &sealed))
     }
 
@@ -414,19 +411,11 @@ impl Instance {
             self.memory.get_or_create(extent.segment).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         let failed = |error| StoreError::on_tier(Tier::Memory, PathError::new("write", &self.memory_folder, error));
 
+        let room = lock(&self.writes).room.clone();
+        room.take(extent.segment, &segment, &range).map_err(failed)?;
         let running = {
             let mut writes = lock(&self.writes);
-            let Writes { units, room, .. } = &mut *writes;
-            if let Some(room) = room.get_mut(extent.segment as usize) {
-                let blocks = (range.start / ROOM_BYTES) as u32..range.end.div_ceil(ROOM_BYTES) as u32;
-                for block in blocks.filter(|&block| !room.get(block)).collect::<Vec<_>>() {
-                    let start = u64::from(block) * ROOM_BYTES;
-                    let end = self.layout.segment_bytes(extent.segment).min(start + ROOM_BYTES);
-                    segment.take_room(&(start..end)).map_err(failed)?;
-                    room.set(block, true);
-                }
-            }
-            let Some(write) = units.get_mut(unit as usize) else { return Ok(()) };
+            let Some(write) = writes.units.get_mut(unit as usize) else { return Ok(()) };
             write.writers += 1;
             write.disturbed |= write.writers > 1;
             // Two writers at once, or bytes out of order: the seal takes the checksum from memory instead.
@@ -525,20 +514,12 @@ impl Instance {
 
     /// Takes room for what nobody has written, so that reading it can not meet a full file system.
     fn take_all_room(&self) -> Result<(), PathError> {
-        let mut writes = lock(&self.writes);
-        for segment_index in 0..self.layout.segment_count() {
-            let bytes = self.layout.segment_bytes(segment_index);
-            if bytes == 0 {
-                continue;
-            }
-            let segment = self.memory.get_or_create(segment_index)?;
-            let Some(room) = writes.room.get_mut(segment_index as usize) else { continue };
-            for block in (0..room.len()).filter(|&block| !room.get(block)).collect::<Vec<_>>() {
-                let start = u64::from(block) * ROOM_BYTES;
-                segment
-                    .take_room(&(start..bytes.min(start + ROOM_BYTES)))
-                    .on("reserve memory in", &self.memory_folder)?;
-                room.set(block, true);
+        let room = lock(&self.writes).room.clone();
+        for index in 0..self.layout.segment_count() {
+            let bytes = self.layout.segment_bytes(index);
+            if bytes > 0 {
+                let segment = self.memory.get_or_create(index)?;
+                room.take(index, &segment, &(0..bytes)).on("reserve memory in", &self.memory_folder)?;
             }
         }
         Ok(())
