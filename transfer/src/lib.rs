@@ -29,6 +29,7 @@ mod record;
 mod segment;
 mod sending;
 mod server;
+mod spares;
 #[cfg(test)]
 mod testing;
 mod tmpfs;

@@ -31,6 +31,7 @@ use crate::layout::{Extent, GroupLayout};
 use crate::memory_tier::instance_folder;
 use crate::offers::PartOffers;
 use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
+use crate::spares::Spare;
 
 /// Bytes copied at a time: small enough to be checksummed and written while they are in a core's cache.
 const COPY_BYTES: u64 = 1 << 20;
@@ -140,9 +141,16 @@ impl NodeStore {
         }
 
         let bytes = layout.padded_bytes();
+        let spares = self.memory.take_spares(&layout);
         let charge = self.memory.reserve(bytes)?;
         let folder = self.memory.instances().join(instance_folder(id));
-        let free_bytes = space(&self.memory.instances())?.free_bytes;
+        let ready_bytes: u64 = spares.iter().map(|(_, spare)| spare.ready_bytes()).sum();
+        let mut free_bytes = space(&self.memory.instances())?.free_bytes + ready_bytes;
+        if free_bytes < bytes {
+            // Others have filled the file system.
+            self.memory.give_up_spares();
+            free_bytes = space(&self.memory.instances())?.free_bytes + ready_bytes;
+        }
         if free_bytes < bytes {
             let message = format!("{free_bytes} bytes are free, {bytes} are needed");
             let source = std::io::Error::new(std::io::ErrorKind::StorageFull, message);
@@ -175,6 +183,7 @@ impl NodeStore {
             cold_charge,
         };
         let instance = Instance::new(&self.memory, self.cold.as_ref(), &record, layout, state);
+        instance.begin_with(spares);
         instance.guard(self.memory.objects());
         instances.insert(id.clone(), Arc::new(instance));
         Ok(Allocated { reserved_bytes: bytes, sealed: false })
@@ -382,6 +391,17 @@ impl Instance {
         match (0..self.layout.unit_count()).find(|&unit| !hot.get(unit) && !cold.get(unit)) {
             Some(unit) => Err(StoreError::NotHere { instance: self.id.clone(), unit }),
             None => Ok(()),
+        }
+    }
+
+    /// Begins with segments whose room is taken already.
+    fn begin_with(&self, spares: Vec<(u32, Spare)>) {
+        let room = lock(&self.writes).room.clone();
+        for (segment, spare) in spares {
+            match self.memory.begin_with(segment, spare) {
+                Ok(ready_bytes) => room.note(segment, ready_bytes),
+                Err(error) => tracing::warn!(%error, "a spare segment is of no use"),
+            }
         }
     }
 

@@ -37,6 +37,13 @@ impl Room {
         Self { segments: (0..layout.segment_count()).map(blocks).collect() }
     }
 
+    /// Notes that a segment has room from its start up to here.
+    pub(super) fn note(&self, index: u32, end: u64) {
+        let Some(blocks) = self.segments.get(index as usize) else { return };
+        let whole = if end == blocks.segment_bytes { blocks.taken.len() } else { (end / BLOCK_BYTES) as usize };
+        blocks.taken.iter().take(whole).for_each(|taken| *lock(taken) = true);
+    }
+
     /// Takes room for a range of a segment, where it was not taken before.
     pub(super) fn take(&self, index: u32, segment: &Segment, range: &Range<u64>) -> io::Result<()> {
         let Some(blocks) = self.segments.get(index as usize) else { return Ok(()) };
