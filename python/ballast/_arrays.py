@@ -68,7 +68,7 @@ def known_dtype(name, tensor):
         message = f"tensor {tensor!r} is big-endian ({name}); convert it: array.astype(array.dtype.newbyteorder(\"<\"))"
         raise invalid(message, tensor=tensor)
     shown = str(name) if isinstance(name, np.dtype) else repr(name)
-    message = f"tensor {tensor!r} has the dtype {shown}, which is none of {', '.join([*_ITEMSIZE, *_PACKED])}"
+    message = f"tensor {tensor!r} has the dtype {shown}; give one of {', '.join([*_ITEMSIZE, *_PACKED])}"
     raise invalid(message, tensor=tensor)
 
 

@@ -116,7 +116,7 @@ fn check_generations(
         let tensor = delta.tensor_id();
         if delta.base_generation() != replacing.weight_generation {
             let message = format!(
-                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}",
+                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}; name the base that it was made on",
                 delta.base_generation()
             );
             return Err(BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
@@ -154,8 +154,8 @@ async fn stale_or(
     }
     let tensor = delta.tensor_id();
     let message = format!(
-        "the delta of tensor {tensor:?} is for {base}, and generation {current} is current: a delta is applied once, to the \
-         base that it was made on; make one on generation {current}"
+        "the delta of tensor {tensor:?} is for {base}, and generation {current} is current: a delta is applied once, and to \
+         what it was made on; make one on generation {current}"
     );
     BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
         "tensor": tensor,
