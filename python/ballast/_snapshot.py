@@ -2,6 +2,7 @@
 adapter). A snapshot holds no bytes; they come with `weight_put_tensor`, one tensor at a time."""
 
 import dataclasses
+import operator
 from typing import Any, Iterable, Mapping, Optional, Tuple
 
 from ._arrays import byte_count, check, known_dtype, memory_of
@@ -39,9 +40,8 @@ class TensorSpec:
     fragments: Tuple[Box, ...] = ()
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise invalid(f"a tensor's name is {self.name!r}; give a string")
-        object.__setattr__(self, "dtype", known_dtype(self.dtype, f"tensor {self.name!r}"))
+        tensor_name(self.name)
+        object.__setattr__(self, "dtype", known_dtype(self.dtype, self.name))
         object.__setattr__(self, "shape", extents(self.shape, self.name))
         boxes = tuple((extents(offset, self.name), extents(shape, self.name)) for offset, shape in self.fragments)
         object.__setattr__(self, "fragments", boxes)
@@ -61,14 +61,21 @@ class TensorSpec:
         }
 
 
-def extents(shape, name):
+def tensor_name(name):
+    """The name of a tensor: a string that is not empty."""
+    if not isinstance(name, str) or not name:
+        raise invalid(f"a tensor's name is {name!r}; give a string")
+    return name
+
+
+def extents(shape, name, what="shape"):
     """A shape or an offset: whole numbers from 0 on."""
     try:
-        numbers = tuple(int(extent) for extent in shape)
-    except (TypeError, ValueError):
-        raise invalid(f"tensor {name!r} has the shape {shape!r}; give whole numbers", tensor=name) from None
-    if any(extent < 0 for extent in numbers):
-        raise invalid(f"tensor {name!r} has the shape {numbers}; extents are not negative", tensor=name)
+        numbers = tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        raise invalid(f"tensor {name!r} has the {what} {shape!r}; give a sequence of whole numbers", tensor=name) from None
+    if any(not 0 <= extent < 1 << 63 for extent in numbers):
+        raise invalid(f"tensor {name!r} has the {what} {numbers}; extents are from 0 to 2^63 - 1", tensor=name)
     return numbers
 
 

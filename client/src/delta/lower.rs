@@ -37,19 +37,32 @@ pub(super) fn lower(
         }
         let twice = patch.elements.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
         if let (Semantics::Overwrite, Some(element)) = (semantics, twice) {
-            let names = manifest.affinity_groups().get(*unit as usize).map(|names| names.join(", "));
-            let tensor = names.unwrap_or_default();
-            let message = format!(
-                "the deltas of tensor {tensor:?} overwrite element {element} of its storage twice; which is meant?"
-            );
-            return Err(BallastError::invalid(message).with_details(json!({ "tensor": tensor })));
+            return Err(overwritten_twice(manifest, deltas, *unit, element));
         }
     }
     patches.retain(|_, patch| !patch.elements.is_empty());
     Ok(patches)
 }
 
-/// What one delta changes, sorted; `None` where its tensor has no bytes.
+/// Says which element it is, in the coordinates of the tensor.
+fn overwritten_twice(manifest: &Manifest, deltas: &[SparseDelta], unit: u32, element: u64) -> BallastError {
+    let names = manifest.affinity_groups().get(unit as usize).map(|names| names.join(", ")).unwrap_or_default();
+    let found = deltas.iter().find_map(|delta| {
+        let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
+        fragments.first().filter(|fragment| fragment.unit == unit)?;
+        let entry = places(delta, &fragments).ok()?.iter().position(|place| *place == element)?;
+        let mut at = vec![0; delta.global_shape().len()];
+        locate(delta.elements()[entry], delta.global_shape(), &mut at);
+        Some((delta.tensor_id(), at))
+    });
+    let (tensor, at) = found.unwrap_or_default();
+    BallastError::invalid(format!(
+        "the deltas of tensor {names:?} overwrite the element at {at:?} twice; which is meant?"
+    ))
+    .with_details(json!({ "tensor": tensor, "coordinates": at }))
+}
+
+/// What one delta changes, sorted; `None` where that is nothing, or its tensor has no bytes.
 fn lower_one(
     manifest: &Manifest,
     delta: &SparseDelta,
@@ -58,6 +71,9 @@ fn lower_one(
     let rule = rule(manifest, delta, semantics)?;
     let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
     let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { return Ok(None) };
+    if delta.nnz() == 0 {
+        return Ok(None);
+    }
     let mut patch = UnitPatch { rule, elements: places(delta, &fragments)?, values: delta.values().to_vec() };
     sort(&mut patch);
     Ok(Some((unit, patch)))
@@ -72,7 +88,8 @@ fn rule(manifest: &Manifest, delta: &SparseDelta, semantics: Semantics) -> Resul
     if tensor.layout_fingerprint != ROW_MAJOR {
         return Err(delta.refuse(format!("{} has no elements that could be addressed", tensor.dtype)));
     }
-    if tensor.dtype != delta.dtype() {
+    // No values are of no type: an empty list has none.
+    if tensor.dtype != delta.dtype() && delta.nnz() > 0 {
         return Err(delta.refuse(format!("its values are {}, the tensor is {}", delta.dtype(), tensor.dtype)));
     }
     if tensor.global_shape != delta.global_shape() {
@@ -88,6 +105,14 @@ fn rule(manifest: &Manifest, delta: &SparseDelta, semantics: Semantics) -> Resul
     }
 }
 
+/// The coordinates of a row-major place in a tensor of this shape.
+fn locate(mut element: u64, shape: &[u64], coordinates: &mut [u64]) {
+    for (coordinate, extent) in coordinates.iter_mut().zip(shape).rev() {
+        *coordinate = element % extent;
+        element /= extent;
+    }
+}
+
 /// The place of each entry in the unit, in whole elements.
 fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, BallastError> {
     let item = u64::from(delta.item_bytes());
@@ -98,11 +123,7 @@ fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, Ball
     }
     let mut coordinates = vec![0; shape.len()];
     let place = |element: &u64| {
-        let mut rest = *element;
-        for (coordinate, extent) in coordinates.iter_mut().zip(shape).rev() {
-            *coordinate = rest % extent;
-            rest /= extent;
-        }
+        locate(*element, shape, &mut coordinates);
         // The fragments cover the tensor, so that there is one.
         fragments.iter().find_map(|fragment| {
             let mut within = 0;
@@ -261,7 +282,7 @@ mod tests {
         let manifest = manifest(4, 4, 2, 2);
         let one = object([4, 4], [4, 4], &[([3, 3], 1)]);
         let error = lower(&manifest, &[one.clone(), one.clone()], Semantics::Overwrite).unwrap_err();
-        assert!(error.message.contains("twice") && error.message.contains("tied, w"), "{error}");
+        assert!(error.message.contains("[3, 3] twice") && error.message.contains("tied, w"), "{error}");
         assert_eq!(lower(&manifest, &[one.clone(), one], Semantics::Additive).unwrap()[&0].elements.len(), 2);
     }
 }

@@ -19,6 +19,7 @@ pub use object::{Members, SparseDelta};
 
 use crate::base::BaseUse;
 use crate::get::GetOptions;
+use crate::names::newest_ready;
 use crate::nodes::lanes;
 use crate::progress::Progress;
 use crate::put::PutReport;
@@ -47,9 +48,25 @@ pub enum Semantics {
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` naming the tensor: it is not in the base, has another dtype or shape, or an element is overwritten
-/// twice. `STALE_GENERATION` when the delta is for another base. `CONFLICT` when its target has been published before. What
-/// a lease and an upsert say. The import is given up then, and the lease released: nothing of the target stays.
+/// twice. `STALE_GENERATION` when the delta is for another base, or its base is no longer the current generation: the delta
+/// was applied before, or something else took the base's place. `CONFLICT` when its target has been published before all the
+/// same. What a lease and an upsert say. The import is given up then, and the lease released: nothing of the target stays.
 pub async fn upsert(
+    store: &WeightStore,
+    deltas: &[SparseDelta],
+    semantics: Semantics,
+    replacing: &RevisionIdentity,
+    expected_metadata_generation: Option<u64>,
+    options: UpsertOptions,
+    progress: Progress,
+) -> Result<PutReport, BallastError> {
+    match apply(store, deltas, semantics, replacing, expected_metadata_generation, options, progress).await {
+        Err(error) => Err(stale_or(store, deltas, replacing, error).await),
+        applied => applied,
+    }
+}
+
+async fn apply(
     store: &WeightStore,
     deltas: &[SparseDelta],
     semantics: Semantics,
@@ -63,7 +80,7 @@ pub async fn upsert(
         return Err(BallastError::invalid("a delta needs its base until the target is READY: use PUT_FIRST"));
     }
     let target = replacing.with_generation(target_generation);
-    expect_unpublished(store, &target, replacing).await?;
+    expect_unpublished(store, &target).await?;
     let before = store.weight_get_metadata(replacing).await?;
     let reading = Reading::open(store.gateway(), replacing, &GetOptions::default()).await?;
     let planned = plan(&reading, &before, deltas, semantics, expected_metadata_generation, &target);
@@ -99,7 +116,7 @@ fn check_generations(
         let tensor = delta.tensor_id();
         if delta.base_generation() != replacing.weight_generation {
             let message = format!(
-                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}",
+                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}; name the base that it was made on",
                 delta.base_generation()
             );
             return Err(BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
@@ -120,15 +137,38 @@ fn check_generations(
     Ok(first.delta_generation())
 }
 
-async fn expect_unpublished(
+/// What a delta failed of, or that it came too late: the moment at which its base stops to be current may be any.
+async fn stale_or(
     store: &WeightStore,
-    target: &RevisionIdentity,
+    deltas: &[SparseDelta],
     base: &RevisionIdentity,
-) -> Result<(), BallastError> {
+    error: BallastError,
+) -> BallastError {
+    let may_be_late = matches!(error.code, ErrorCode::NotFound | ErrorCode::NotReady | ErrorCode::Conflict);
+    let (true, Some(delta)) = (may_be_late, deltas.first()) else { return error };
+    let Ok(current) = newest_ready(store, &base.lineage()).await else { return error };
+    let (wanted, current) = (base.weight_generation, current.identity.weight_generation);
+    // Below a base that can not be read just now an older generation may be READY.
+    if current == wanted || (current < wanted && error.code != ErrorCode::NotFound) {
+        return error;
+    }
+    let tensor = delta.tensor_id();
+    let message = format!(
+        "the delta of tensor {tensor:?} is for {base}, and generation {current} is current: a delta is applied once, and to \
+         what it was made on; make one on generation {current}"
+    );
+    BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
+        "tensor": tensor,
+        "base_generation": wanted,
+        "current_generation": current,
+    }))
+}
+
+async fn expect_unpublished(store: &WeightStore, target: &RevisionIdentity) -> Result<(), BallastError> {
     match store.weight_get_metadata(target).await {
         Ok(view) if view.metadata.manifest.is_some() => {
             let message = format!(
-                "{target} was published before ({}): a delta on {base} is applied once; make one on the newest generation",
+                "{target} was published before ({}); make a delta that leads to a higher generation",
                 view.metadata.availability
             );
             Err(BallastError::new(ErrorCode::Conflict, message)
