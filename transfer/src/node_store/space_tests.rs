@@ -136,10 +136,8 @@ fn the_next_import_of_the_same_sizes_begins_with_room_that_is_ready() {
     let segment = store.served(&id).unwrap().memory.get(0).unwrap();
     assert_eq!(segment.taken_bytes(), bytes);
     // SAFETY: nobody writes yet.
-    assert!(
-        unsafe { segment.bytes(0..bytes) }.unwrap().iter().all(|byte| *byte == 0),
-        "nothing of the last one is left"
-    );
+    let found = unsafe { segment.bytes(0..bytes) }.unwrap();
+    assert!(found.iter().all(|byte| *byte == 0), "nothing of the last one is left");
     import(&store, &id, &SIZES);
     check_readable(&store, &id, &SIZES);
 }
