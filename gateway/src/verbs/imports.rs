@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::{answer_with, checks, unexpected};
 use crate::context::Context;
-use crate::placement::{NoPlace, place};
+use crate::placement::{NoPlace, place, takes};
 use crate::request::{Answer, Call};
 use crate::room::{self, Room};
 
@@ -79,12 +79,14 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
         return Err(BallastError::new(ErrorCode::Conflict, message).with_details(json!({ "watermark": watermark })));
     }
     context.directory.settled().await;
+    let shared = !request.participants.is_empty();
     let choose = || {
         place(
             &context.directory.nodes(),
             &context.cluster_id,
             &identity.group_id(),
             request.reserved_bytes,
+            shared,
             preferred.as_ref(),
             &context.promises,
         )
@@ -101,14 +103,14 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
     if !no_place.may_pass {
         return Err(no_place.error);
     }
-    wait_for_room(context, request.reserved_bytes, &choose).await.map(|node| vec![node])
+    wait_for_room(context, request, &choose).await.map(|node| vec![node])
 }
 
 /// Nodes fall silent together when the server restarts, memory that was freed shows with the next status, and AUTO revisions can
 /// be demoted. What takes longer is told, with `making_room` in its details, and asked again.
 async fn wait_for_room(
     context: &Context,
-    needed_bytes: u64,
+    request: &BeginImportRequest,
     choose: &impl Fn() -> Result<NodeId, NoPlace>,
 ) -> Result<NodeId, BallastError> {
     let began = Instant::now();
@@ -122,8 +124,9 @@ async fn wait_for_room(
                 continue;
             }
         };
-        let nodes = context.directory.nodes();
-        let look = |state: &State| room::look_for(state, &nodes, &context.cluster_id, needed_bytes, refusal);
+        let mut nodes = context.directory.nodes();
+        nodes.retain(|status| takes(status, !request.participants.is_empty()));
+        let look = |state: &State| room::look_for(state, &nodes, &context.cluster_id, request.reserved_bytes, refusal);
         match context.replica.read(look) {
             Room::Never { error } if began.elapsed() >= NODE_PATIENCE => return Err(error),
             Room::Soon { error, .. } if began.elapsed() >= ROOM_PATIENCE => return Err(error),

@@ -203,6 +203,7 @@ impl FakeNode {
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),
+            shared_imports: true,
             labels: BTreeMap::new(),
         };
         let receipts: Arc<Mutex<HashMap<InstanceId, Receipt>>> = Arc::default();
