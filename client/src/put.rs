@@ -24,7 +24,7 @@ use crate::part::{PartWriter, checksums_of_parts, expect_later, share, wait_for_
 use crate::pieces::Pieces;
 use crate::progress::{Phase, Progress};
 use crate::reading::Reading;
-use crate::session::{OpenSession, new_session_id};
+use crate::session::{OpenSession, new_session_id, new_writer_id};
 use crate::source::{Source, UnitSource};
 use crate::store::is_published;
 use crate::upload::Upload;
@@ -55,7 +55,8 @@ pub(crate) struct PutRequest {
     pub(crate) base: Option<BaseUse>,
 }
 
-/// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer aborts.
+/// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer gives it up, as
+/// [`PutWriter::give_up`] does.
 #[derive(Debug)]
 pub struct PutWriter {
     gateway: Gateway,
@@ -163,6 +164,7 @@ impl PutWriter {
             reserved_bytes: layout.padded_bytes(),
             unit_count: plan.unit_count(),
             participants: sharing.as_ref().map(|sharing| sharing.participants.clone()).unwrap_or_default(),
+            writer_id: sharing.is_some().then(new_writer_id).transpose()?,
         };
         // Giving up the import of a replacement's target would end the replacement.
         let again = request.claim.is_none() && sharing.is_none();
@@ -364,7 +366,7 @@ impl PutWriter {
                 // The target has all that it needs of it, or never will.
                 upload.release_base().await;
                 let transport = upload.transport();
-                let revision = publish(session, sealed, &self.progress, bytes).await?;
+                let revision = publish(session, sealed, &self.progress, bytes, None).await?;
                 (revision, false, Some(transport), upload.reused_bytes())
             }
             Work::Shared { session, mut upload, part, patience } => {
@@ -382,7 +384,8 @@ impl PutWriter {
                     error = lost => Err(error),
                 };
                 let transport = upload.transport();
-                (publish(session, sealed, &self.progress, bytes).await?, false, Some(transport), 0)
+                let parts = Some((&mut upload, &self.pieces, patience));
+                (publish(session, sealed, &self.progress, bytes, parts).await?, false, Some(transport), 0)
             }
         };
         let elapsed = self.started.elapsed();
@@ -393,10 +396,22 @@ impl PutWriter {
         Ok(PutReport { revision, claim, existed, bytes, elapsed, transport, reused_bytes })
     }
 
+    /// Gives the import up after an error: as [`PutWriter::abort`], but a session of several participants that another run of
+    /// its coordinator has opened, or has taken over since, is left open with what they have brought.
+    ///
+    /// # Errors
+    /// As [`PutWriter::abort`].
+    pub async fn give_up(self) -> Result<(), BallastError> {
+        match &self.work {
+            Work::Shared { session, .. } if !session.is_own() => Ok(()),
+            _ => self.abort().await,
+        }
+    }
+
     /// Gives the import up; its bytes are deleted.
     ///
     /// # Errors
-    /// `UNAVAILABLE` when nobody answers; the session then ends by itself.
+    /// `UNAVAILABLE` when nobody answers; the session then ends by itself. `CONFLICT` when another run has taken it over.
     pub async fn abort(self) -> Result<(), BallastError> {
         match self.work {
             Work::Importing { session, mut upload } | Work::Shared { session, mut upload, .. } => {
@@ -422,21 +437,29 @@ async fn seal(
     Ok(manifest.sha256())
 }
 
-/// Commits what was sealed, or gives the import up.
+/// Commits what was sealed, or gives the import up. With `parts`, a participant of which another run has joined since the seal
+/// is waited for once more: it finds its bytes there, or says that it has others.
 async fn publish(
     mut session: OpenSession,
     sealed: Result<Digest, BallastError>,
     progress: &Progress,
     bytes: u64,
+    mut parts: Option<(&mut Upload, &Pieces, Duration)>,
 ) -> Result<WeightRevisionMetadata, BallastError> {
-    let published = match sealed {
-        Ok(sha256) => {
-            progress.tell(Phase::Committing, bytes, bytes);
-            session.commit(sha256).await
+    let published = async {
+        let sha256 = sealed?;
+        progress.tell(Phase::Committing, bytes, bytes);
+        loop {
+            match (session.commit(sha256).await, &mut parts) {
+                (Err(error), Some((upload, pieces, patience))) if error.details["participants"].is_array() => {
+                    progress.waiting(error.message);
+                    wait_for_parts(&session, upload, pieces, *patience, progress).await?;
+                }
+                (published, _) => return published,
+            }
         }
-        Err(error) => Err(error),
     };
-    match published {
+    match published.await {
         Ok(revision) => Ok(revision),
         Err(error) => {
             give_up(session).await;
@@ -453,8 +476,11 @@ fn unpublished(mut error: BallastError) -> BallastError {
     error
 }
 
+/// After an error. What is not this run's own is left to others.
 async fn give_up(session: OpenSession) {
-    if let Err(error) = session.abort(ABORT_PATIENCE).await {
+    if session.is_own()
+        && let Err(error) = session.abort(ABORT_PATIENCE).await
+    {
         tracing::warn!(%error, "an import was not aborted; its session ends by itself");
     }
 }

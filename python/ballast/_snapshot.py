@@ -156,8 +156,10 @@ class WeightSnapshot:
     def shared(self, participants, *, participant=None, session=None, patience=30.0):
         """The same for the one that coordinates a put of several participants: it names them all, and which of them it is
         itself, if any. Its writer has the `session` for the others. Its commit waits for their parts: as long as they are at
-        work, and `patience` seconds for those that are silent or have not come, which it then names. A coordinator that
-        comes again with its own `session` goes on with it."""
+        work, and `patience` seconds for those that are silent or have not come, which it then names.
+
+        A coordinator that comes again with its own `session` takes it over as it stands; the run before it is refused from
+        then on. After an error it leaves such a session open; only `abort()` deletes what is in it."""
         participants = list(participants) if not isinstance(participants, str) else participants
         if not participants:
             raise invalid("participants is empty; name everyone who brings a part")

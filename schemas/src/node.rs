@@ -53,6 +53,10 @@ pub struct NodeStatus {
     /// Its ordinary objects.
     #[serde(default)]
     pub objects: ObjectCounts,
+    /// Whether it takes imports with several writers; a node of an earlier build, which would take a participant for the
+    /// importer, does not say so.
+    #[serde(default)]
+    pub shared_imports: bool,
     /// Free labels.
     pub labels: std::collections::BTreeMap<String, String>,
 }

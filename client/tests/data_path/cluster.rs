@@ -10,10 +10,10 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant,
-    LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
-    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect,
-    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, ImportReply, ImportSession,
+    InstanceId, LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency,
+    RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight,
+    UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -43,6 +43,8 @@ pub struct Desk {
     pub lapsed: bool,
     pub record: Option<WeightRevisionMetadata>,
     pub session: Option<SessionId>,
+    /// Of the run that coordinates the session, where it has several writers.
+    pub epoch: u64,
     /// The phases of a replacement, as they are shown call after call; the last one stays.
     pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
@@ -53,6 +55,14 @@ pub struct Desk {
 }
 
 impl Desk {
+    /// As the fold: none where there is one writer, and only the latest run where there are several.
+    fn expect_coordinator(&self, coordinator: Option<&Coordinator>) -> Result<(), BallastError> {
+        match coordinator.map_or(0, |own| own.epoch) == self.epoch {
+            true => Ok(()),
+            false => Err(BallastError::new(ErrorCode::Conflict, "another run has taken the session over")),
+        }
+    }
+
     fn next_claim(&mut self) -> ReplacementClaim {
         let claim = self.claim.as_mut().unwrap();
         claim.phase = if self.phases.len() > 1 { self.phases.remove(0) } else { self.phases[0] };
@@ -220,10 +230,19 @@ impl Answering {
             "begin_import" => self.begin(&mut desk, read(&body)),
             "renew_import" => {
                 let request: SessionRequest = read(&body);
-                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance);
+                desk.expect_coordinator(request.coordinator.as_ref())?;
+                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance, desk.epoch);
                 written(&SessionReply { session })
             }
+            "get_import" => {
+                let request: SessionRequest = read(&body);
+                desk.expect_coordinator(request.coordinator.as_ref())?;
+                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance, desk.epoch);
+                written(&ImportReply { session, participants: vec![], log_clock: LOG_CLOCK })
+            }
             "abort_import" => {
+                let request: SessionRequest = read(&body);
+                desk.expect_coordinator(request.coordinator.as_ref())?;
                 desk.session = None;
                 let mut record = record(&desk)?;
                 record.availability = Availability::Deleted;
@@ -276,6 +295,11 @@ impl Answering {
     }
 
     fn begin(&self, desk: &mut Desk, request: BeginImportRequest) -> Result<Value, BallastError> {
+        if let (true, Some(record)) = (desk.session.as_ref() == Some(&request.session_id), &desk.record) {
+            let instance = record.instance.clone();
+            desk.epoch += 1;
+            return self.begun(desk, &request, &instance);
+        }
         if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
             let message = format!("revision exists ({})", record.availability);
             return Err(BallastError::new(ErrorCode::Conflict, message));
@@ -284,6 +308,7 @@ impl Answering {
         let group_id = request.identity.group_id();
         let instance = InstanceId { group_id, position: LogPosition { seq: desk.positions, index: 0 } };
         desk.session = Some(request.session_id.clone());
+        desk.epoch = u64::from(request.writer_id.is_some());
         desk.begun_with = request.policy;
         desk.record = Some(WeightRevisionMetadata {
             identity: request.identity.clone(),
@@ -301,14 +326,19 @@ impl Answering {
             updated_unix_ms: 0,
             last_accessed_unix_ms: 0,
         });
+        self.begun(desk, &request, &instance)
+    }
+
+    fn begun(&self, desk: &Desk, request: &BeginImportRequest, instance: &InstanceId) -> Result<Value, BallastError> {
         written(&BeginImportReply {
-            session: session(&request.identity, &request.session_id, &instance),
+            session: session(&request.identity, &request.session_id, instance, desk.epoch),
             endpoints: vec![self.endpoint.clone()],
-            token: self.token(&instance, TokenRight::Import, request.session_id.as_str()),
+            token: self.token(instance, TokenRight::Import, request.session_id.as_str()),
         })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
+        desk.expect_coordinator(request.coordinator.as_ref())?;
         let mut record = record(desk)?;
         let receipt = self.node.receipt(&record.instance, &request.session_id).map_err(|error| error.to_error())?;
         assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
@@ -343,7 +373,7 @@ fn record(desk: &Desk) -> Result<WeightRevisionMetadata, BallastError> {
     desk.record.clone().ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))
 }
 
-fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId) -> ImportSession {
+fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId, epoch: u64) -> ImportSession {
     ImportSession {
         session_id: session_id.clone(),
         identity: identity.clone(),
@@ -352,6 +382,7 @@ fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &Insta
         placement_digest: ballast_schemas::Digest::of(b""),
         ttl_ms: 15_000,
         expires_at: LogTime(15_000),
+        epoch,
     }
 }
 

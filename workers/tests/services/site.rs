@@ -165,6 +165,7 @@ impl Site {
             session_id: session.session_id.clone(),
             manifest: receipt.manifest.clone(),
             receipts: vec![receipt],
+            coordinator: None,
         };
         match self.accept(Command::CommitImport(commit)).await {
             Reply::Revision(revision) => *revision,

@@ -23,7 +23,8 @@ fn abort(request_id: &str) -> Command {
 }
 
 fn abort_import(generation: u64) -> Command {
-    Command::AbortImport(AbortImport { identity: identity(generation), session_id: session(&format!("s{generation}")) })
+    let session_id = session(&format!("s{generation}"));
+    Command::AbortImport(AbortImport { identity: identity(generation), session_id, coordinator: None })
 }
 
 fn phase(log: &Log) -> ClaimPhase {
