@@ -10,10 +10,11 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant,
-    LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
-    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect,
-    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportPart, ImportReply, ImportSession,
+    InstanceId, JoinImportReply, JoinImportRequest, LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId,
+    OperationId, PartReply, PartRequest, ParticipantId, ReplacementClaim, Residency, RevisionIdentity, RevisionReply,
+    RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenPart, TokenRight, UnitEffect, UnitRange,
+    UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -49,6 +50,12 @@ pub struct Desk {
     /// The policy that the last import named.
     pub begun_with: Option<WeightStoragePolicy>,
     pub positions: u64,
+    /// Of an import of several participants.
+    pub parts: BTreeMap<ParticipantId, ImportPart>,
+    /// Where a participant that joins is sent instead of the node.
+    pub part_endpoint: Option<NodeEndpoint>,
+    /// Of sessions.
+    pub ttl_ms: Option<u64>,
     pub claim: Option<ReplacementClaim>,
 }
 
@@ -74,6 +81,10 @@ pub fn identity(generation: u64) -> RevisionIdentity {
 
 impl Cluster {
     pub async fn start() -> Self {
+        Self::start_with(DataPlaneOptions::default()).await
+    }
+
+    pub async fn start_with(options: DataPlaneOptions) -> Self {
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let memory = tempfile::tempdir_in("/dev/shm").unwrap();
         // The error says what to run when there is no nats-server.
@@ -86,7 +97,7 @@ impl Cluster {
         let options = DataPlaneOptions {
             unix_socket: Some(memory.path().join("node.sock")),
             tcp: Some("127.0.0.1:0".parse().unwrap()),
-            ..DataPlaneOptions::default()
+            ..options
         };
         let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
         let endpoint = NodeEndpoint {
@@ -220,8 +231,21 @@ impl Answering {
             "begin_import" => self.begin(&mut desk, read(&body)),
             "renew_import" => {
                 let request: SessionRequest = read(&body);
-                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance);
-                written(&SessionReply { session })
+                written(&SessionReply { session: session(&desk, &request.identity, &request.session_id)? })
+            }
+            "join_import" => self.join(&mut desk, read(&body)),
+            "renew_part" | "finish_part" => {
+                let request: PartRequest = read(&body);
+                let part = desk.parts.get_mut(&request.participant).unwrap();
+                assert_eq!(part.epoch, request.epoch);
+                part.done |= verb == "finish_part";
+                written(&PartReply { part: part.clone() })
+            }
+            "get_import" => {
+                let request: SessionRequest = read(&body);
+                let session = session(&desk, &request.identity, &request.session_id)?;
+                let participants = desk.parts.values().cloned().collect();
+                written(&ImportReply { session, participants, log_clock: LOG_CLOCK })
             }
             "abort_import" => {
                 desk.session = None;
@@ -264,18 +288,26 @@ impl Answering {
         }
     }
 
-    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
-        let claims = TokenClaims {
-            instance: instance.clone(),
-            right,
-            subject: subject.to_owned(),
-            part: None,
-            expires_unix_ms: u64::MAX,
-        };
-        self.key.sign(&claims)
+    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str, part: Option<TokenPart>) -> String {
+        let (instance, subject) = (instance.clone(), subject.to_owned());
+        self.key.sign(&TokenClaims { instance, right, subject, part, expires_unix_ms: u64::MAX })
+    }
+
+    fn join(&self, desk: &mut Desk, request: JoinImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let part = desk.parts.get_mut(&request.participant).unwrap();
+        *part = ImportPart { epoch: part.epoch + 1, heard_at: LOG_CLOCK, ..part.clone() };
+        let part = part.clone();
+        let own = TokenPart { participant: request.participant, epoch: part.epoch };
+        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own));
+        let endpoint = desk.part_endpoint.clone().unwrap_or_else(|| self.endpoint.clone());
+        written(&JoinImportReply { session, part, endpoints: vec![endpoint], token })
     }
 
     fn begin(&self, desk: &mut Desk, request: BeginImportRequest) -> Result<Value, BallastError> {
+        if desk.session.as_ref() == Some(&request.session_id) {
+            return self.begun(desk, &request);
+        }
         if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
             let message = format!("revision exists ({})", record.availability);
             return Err(BallastError::new(ErrorCode::Conflict, message));
@@ -301,11 +333,21 @@ impl Answering {
             updated_unix_ms: 0,
             last_accessed_unix_ms: 0,
         });
-        written(&BeginImportReply {
-            session: session(&request.identity, &request.session_id, &instance),
-            endpoints: vec![self.endpoint.clone()],
-            token: self.token(&instance, TokenRight::Import, request.session_id.as_str()),
-        })
+        let declared = |participant: &ParticipantId| ImportPart {
+            participant: participant.clone(),
+            instance: instance.clone(),
+            epoch: 0,
+            heard_at: LOG_CLOCK,
+            done: false,
+        };
+        desk.parts = request.participants.iter().map(|name| (name.clone(), declared(name))).collect();
+        self.begun(desk, &request)
+    }
+
+    fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None);
+        written(&BeginImportReply { session, endpoints: vec![self.endpoint.clone()], token })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
@@ -334,7 +376,7 @@ impl Answering {
             ttl_ms: request.ttl_ms,
             expires_at: LogTime(request.ttl_ms),
         };
-        let token = self.token(&instance, TokenRight::Read, &lease_id);
+        let token = self.token(&instance, TokenRight::Read, &lease_id, None);
         written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
     }
 }
@@ -343,16 +385,16 @@ fn record(desk: &Desk) -> Result<WeightRevisionMetadata, BallastError> {
     desk.record.clone().ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))
 }
 
-fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId) -> ImportSession {
-    ImportSession {
+fn session(desk: &Desk, identity: &RevisionIdentity, session_id: &SessionId) -> Result<ImportSession, BallastError> {
+    Ok(ImportSession {
         session_id: session_id.clone(),
         identity: identity.clone(),
-        instance: instance.clone(),
+        instance: record(desk)?.instance,
         placement: vec![],
         placement_digest: ballast_schemas::Digest::of(b""),
-        ttl_ms: 15_000,
+        ttl_ms: desk.ttl_ms.unwrap_or(15_000),
         expires_at: LogTime(15_000),
-    }
+    })
 }
 
 /// Asks until the answer is yes.

@@ -6,3 +6,4 @@ mod getting;
 mod putting;
 mod replacing;
 mod requests;
+mod sharing;
