@@ -115,12 +115,12 @@ impl NodeStore {
         }
         for (at, count, known) in looks {
             let fragment = &fragments[at as usize];
-            // One by one: whoever seals or deletes waits for no more than this.
-            let _open = Writer::enter(instance)?;
             let found = match known {
                 Some(found) => Some(found),
                 None => instance.checksum_of_range(fragment.unit, fragment.offset, fragment.bytes)?,
             };
+            // Whoever seals or deletes does not wait while this reads; then what was found is worth nothing.
+            let _open = Writer::enter(instance)?;
             let note = |found| lock(&instance.writes).offers.note((fragment.unit, fragment.offset), count, found);
             wanted.set(at, !found.is_some_and(note));
         }
