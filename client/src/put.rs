@@ -80,7 +80,7 @@ pub(crate) struct Gathered {
     bytes: Vec<u8>,
     /// The units of the base that may be the same.
     candidates: Vec<Option<u32>>,
-    units: HashSet<u32>,
+    places: HashSet<(u32, u64)>,
 }
 
 impl Gathered {
@@ -88,9 +88,14 @@ impl Gathered {
         self.bytes.len() >= GATHERED_BYTES || self.ranges.len() >= GATHERED_RANGES
     }
 
+    /// Whether something was gathered for this place.
+    pub(crate) fn has(&self, unit: u32, offset: u64) -> bool {
+        self.places.contains(&(unit, offset))
+    }
+
     /// `candidate`: the unit of a replacement's base that may be the same.
     pub(crate) fn push(&mut self, range: ByteRange, bytes: &[u8], candidate: Option<u32>) {
-        self.units.insert(range.unit);
+        self.places.insert((range.unit, range.offset));
         self.ranges.push(range);
         self.bytes.extend_from_slice(bytes);
         self.candidates.push(candidate);
@@ -147,7 +152,8 @@ impl PutWriter {
         let started = Instant::now();
         let sharing = source.sharing.clone();
         let (plan, units) = source.plan(&request.identity)?;
-        if sharing.is_some() {
+        if let Some(sharing) = &sharing {
+            sharing.check()?;
             expect_later(&units)?;
         }
         let layout = GroupLayout::new(&plan.extents()).map_err(|error| BallastError::invalid(error.to_string()))?;
@@ -290,7 +296,7 @@ impl PutWriter {
         let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
         let candidate = self.candidate(&range, sum);
         // A tensor that is given again comes after what was given before.
-        let again = candidate.is_some() && self.gathered.units.contains(&range.unit);
+        let again = candidate.is_some() && self.gathered.has(range.unit, range.offset);
         if again || bytes.len() >= SMALL_BYTES {
             self.send_gathered().await?;
         }
@@ -366,7 +372,8 @@ impl PutWriter {
                 // The target has all that it needs of it, or never will.
                 upload.release_base().await;
                 let transport = upload.transport();
-                let revision = publish(session, sealed, &self.progress, bytes, None).await?;
+                let published = publish(session, sealed, &self.progress, bytes, None).await;
+                let revision = published.map_err(|error| unpublished(error, PUT_AGAIN))?;
                 (revision, false, Some(transport), upload.reused_bytes())
             }
             Work::Shared { session, mut upload, part, patience } => {
@@ -376,6 +383,10 @@ impl PutWriter {
                         part.finish().await?;
                     }
                     wait_for_parts(&session, &mut upload, &self.pieces, patience, &self.progress).await?;
+                    if let Some(sealed) = upload.sealed().await? {
+                        // An earlier coordinator has come this far; its session admits no other geometry.
+                        return Ok(sealed);
+                    }
                     let checksums = checksums_of_parts(&mut upload, &self.pieces, self.checksums).await?;
                     seal(&mut upload, self.plan, &checksums, &self.progress).await
                 };
@@ -385,7 +396,9 @@ impl PutWriter {
                 };
                 let transport = upload.transport();
                 let parts = Some((&mut upload, &self.pieces, patience));
-                (publish(session, sealed, &self.progress, bytes, parts).await?, false, Some(transport), 0)
+                let published = publish(session, sealed, &self.progress, bytes, parts).await;
+                let revision = published.map_err(|error| unpublished(error, SHARE_AGAIN))?;
+                (revision, false, Some(transport), 0)
             }
         };
         let elapsed = self.started.elapsed();
@@ -463,15 +476,21 @@ async fn publish(
         Ok(revision) => Ok(revision),
         Err(error) => {
             give_up(session).await;
-            Err(unpublished(error))
+            Err(error)
         }
     }
 }
 
+const PUT_AGAIN: &str = "the same put again publishes it, or finds it published";
+/// Nobody holds the whole of it, which would have to be compared.
+const SHARE_AGAIN: &str =
+    "its metadata tells whether the revision is READY all the same; if not, all participants put it again";
+
 /// A fault on the way says what became of the revision.
-fn unpublished(mut error: BallastError) -> BallastError {
+fn unpublished(mut error: BallastError, then: &str) -> BallastError {
     if error.code == ErrorCode::Unavailable {
-        error.message.push_str("; the import was given up: the same put again publishes it, or finds it published");
+        error.message.push_str("; the import was given up: ");
+        error.message.push_str(then);
     }
     error
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ballast_schemas::frame::{ByteRange, DerivedUnit, OFFERS_MAX, OfferedFragment, Offers, SourceRange};
 use ballast_schemas::manifest::Manifest;
-use ballast_schemas::{BallastError, Bitmap, Digest, ErrorCode, NodeEndpoint};
+use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint};
 use ballast_transfer::{DeriveUnit, NodeConnection, Route, UnitPatch, checksum};
 use bytes::Bytes;
 use serde_json::json;
@@ -188,6 +188,7 @@ impl Upload {
         });
         let alike: Vec<DeriveUnit<'_>> = alike.collect();
         for (number, node) in self.nodes.iter_mut().enumerate() {
+            node.reopen(&self.token, self.route).await?;
             let same = match &self.base {
                 Some(base) => node.control.reuse(base, &alike).await?,
                 None => HashSet::new(),
@@ -214,7 +215,8 @@ impl Upload {
     ) -> Result<u64, BallastError> {
         let mut sent = 0;
         for node in &mut self.nodes {
-            let wanted = node.offer(fragments).await?;
+            node.reopen(&self.token, self.route).await?;
+            let wanted = node.control.connection.offer(fragments).await?;
             let ranges: Vec<ByteRange> = wanted.iter().map(|at| range_of(&fragments[at as usize])).collect();
             let buffers: Vec<&[u8]> = wanted.iter().map(|at| buffers[at as usize]).collect();
             if !ranges.is_empty() {
@@ -225,25 +227,45 @@ impl Upload {
         Ok(sent)
     }
 
-    /// Has every node compare what it got of these fragments. Answers one that is not there as it was offered.
-    pub(crate) async fn missing(&mut self, fragments: &[OfferedFragment]) -> Result<Option<usize>, BallastError> {
+    /// Has every node compare what it got of these fragments. Answers those that are not there as they were offered.
+    pub(crate) async fn missing(
+        &mut self,
+        fragments: &[OfferedFragment],
+    ) -> Result<Vec<OfferedFragment>, BallastError> {
+        let mut missing = Vec::new();
         for node in &mut self.nodes {
-            for (batch, offered) in fragments.chunks(OFFERS_MAX).enumerate() {
-                if let Some(at) = node.offer(offered).await?.iter().next() {
-                    return Ok(Some(batch * OFFERS_MAX + at as usize));
-                }
+            node.reopen(&self.token, self.route).await?;
+            for offered in fragments.chunks(OFFERS_MAX) {
+                let wanted = node.control.connection.offer(offered).await?;
+                missing.extend(wanted.iter().map(|at| offered[at as usize]));
             }
         }
-        Ok(None)
+        missing.sort_unstable_by_key(|fragment| (fragment.unit, fragment.offset));
+        missing.dedup();
+        Ok(missing)
     }
 
-    /// What the participants have offered to each node.
+    /// What the participants have offered to each node that has not sealed the import.
     pub(crate) async fn offers(&mut self, conflicts: bool) -> Result<Vec<Offers>, BallastError> {
         let mut all = Vec::with_capacity(self.nodes.len());
         for node in &mut self.nodes {
-            all.push(node.control.connection.read_offers(conflicts).await?);
+            node.reopen(&self.token, self.route).await?;
+            if !node.control.connection.describe().await?.sealed {
+                all.push(node.control.connection.read_offers(conflicts).await?);
+            }
         }
         Ok(all)
+    }
+
+    /// The manifest that every node has sealed the import with, by an earlier coordinator; `None` while one has not.
+    pub(crate) async fn sealed(&mut self) -> Result<Option<Digest>, BallastError> {
+        let mut found = Vec::with_capacity(self.nodes.len());
+        for node in &mut self.nodes {
+            node.reopen(&self.token, self.route).await?;
+            found.push(node.control.connection.describe().await?.manifest_sha256);
+        }
+        // Nodes that were sealed with different manifests refuse the seal, or the commit.
+        Ok(found.iter().all(Option::is_some).then(|| found.first().copied().flatten()).flatten())
     }
 
     /// Sends every unit whose bytes are at hand and answers the checksums of all.
@@ -290,6 +312,9 @@ impl Upload {
     /// Has every node check what it got and keep the manifest.
     pub(crate) async fn seal(&mut self, manifest: &Manifest) -> Result<(), BallastError> {
         let document = manifest.to_canonical_bytes();
+        for node in &mut self.nodes {
+            node.reopen(&self.token, self.route).await?;
+        }
         let seals = self.nodes.iter_mut().map(|node| node.control.connection.seal(&document));
         futures::future::try_join_all(seals).await?;
         Ok(())
@@ -297,8 +322,12 @@ impl Upload {
 }
 
 impl Target {
-    async fn offer(&mut self, fragments: &[OfferedFragment]) -> Result<Bitmap, BallastError> {
-        Ok(self.control.connection.offer(fragments).await?)
+    /// Connects again where the node has closed the connection, as it does when nothing was asked for long.
+    async fn reopen(&mut self, token: &str, route: Route) -> Result<(), BallastError> {
+        if !self.control.connection.is_open() {
+            self.control = Lane::new(connect(&self.endpoint, token, route).await?);
+        }
+        Ok(())
     }
 }
 

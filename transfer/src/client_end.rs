@@ -172,6 +172,12 @@ impl NodeConnection {
         self.outstanding == 0
     }
 
+    /// Whether the node has not closed the connection, as it does when nothing was asked for long. Then connect again.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.wire.is_open()
+    }
+
     /// Goes on under a newer token for the same instance.
     ///
     /// # Errors

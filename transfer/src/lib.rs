@@ -39,7 +39,7 @@ mod unit_check;
 mod wire;
 
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
-pub use checksum::{RunningChecksum, checksum, combine};
+pub use checksum::{RunningChecksum, checksum, combine, of_parts};
 pub use client_end::{ConnectOptions, NodeConnection, Route, Transport, host_id, read_ranges_side_by_side};
 pub use cold_engine::EngineChoice;
 pub use cold_tier::{ColdOptions, ColdReport, ColdTierError, Progress};

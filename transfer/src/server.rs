@@ -534,7 +534,7 @@ impl Connection<'_> {
     }
 
     async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<(), Failure> {
-        self.importer()?;
+        self.whole_importer()?;
         let claims = self.verify(token)?;
         if claims.right != TokenRight::Read {
             return Err(unauthorized("the token of a base must allow reading it"));
@@ -550,7 +550,7 @@ impl Connection<'_> {
     }
 
     async fn derive(&mut self, ranges: Vec<DerivedRange>, payload: &mut Payload) -> Result<(), Failure> {
-        let (claims, session_id) = self.importer()?;
+        let (claims, session_id) = self.whole_importer()?;
         if ranges.len() > DERIVED_RANGES_MAX {
             return Err(invalid(format!("{} ranges; at most {DERIVED_RANGES_MAX} fit one request", ranges.len())));
         }

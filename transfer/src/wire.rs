@@ -64,6 +64,17 @@ impl Wire {
         matches!(self.socket, Socket::Unix(_))
     }
 
+    /// Whether the peer has not closed the connection, as far as is known here. Asked between two frames only.
+    pub(crate) fn is_open(&self) -> bool {
+        let socket = match &self.socket {
+            Socket::Tcp(socket) => socket.as_fd(),
+            Socket::Unix(socket) => socket.as_fd(),
+        };
+        let received = rustix::net::recv(socket, &mut [0_u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        // What comes between two frames is a last word before it closes.
+        matches!(received, Err(rustix::io::Errno::AGAIN))
+    }
+
     /// Reads a frame's header. `idle` bounds the wait for its first byte.
     pub(crate) async fn read_header<T: DeserializeOwned>(&mut self, idle: Duration) -> Result<T, WireError> {
         let mut wait = idle;

@@ -10,9 +10,10 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, ImportReply, ImportSession,
-    InstanceId, LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency,
-    RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, ImportPart, ImportReply,
+    ImportSession, InstanceId, JoinImportReply, JoinImportRequest, LeaseGrant, LogPosition, LogTime, NodeEndpoint,
+    NodeId, OperationId, PartReply, PartRequest, ParticipantId, ReplacementClaim, Residency, RevisionIdentity,
+    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenPart, TokenRight,
     UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{
@@ -51,6 +52,12 @@ pub struct Desk {
     /// The policy that the last import named.
     pub begun_with: Option<WeightStoragePolicy>,
     pub positions: u64,
+    /// Of an import of several participants.
+    pub parts: BTreeMap<ParticipantId, ImportPart>,
+    /// Where a participant that joins is sent instead of the node.
+    pub part_endpoint: Option<NodeEndpoint>,
+    /// Of sessions.
+    pub ttl_ms: Option<u64>,
     pub claim: Option<ReplacementClaim>,
 }
 
@@ -84,6 +91,10 @@ pub fn identity(generation: u64) -> RevisionIdentity {
 
 impl Cluster {
     pub async fn start() -> Self {
+        Self::start_with(DataPlaneOptions::default()).await
+    }
+
+    pub async fn start_with(options: DataPlaneOptions) -> Self {
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let memory = tempfile::tempdir_in("/dev/shm").unwrap();
         // The error says what to run when there is no nats-server.
@@ -96,7 +107,7 @@ impl Cluster {
         let options = DataPlaneOptions {
             unix_socket: Some(memory.path().join("node.sock")),
             tcp: Some("127.0.0.1:0".parse().unwrap()),
-            ..DataPlaneOptions::default()
+            ..options
         };
         let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
         let endpoint = NodeEndpoint {
@@ -231,14 +242,22 @@ impl Answering {
             "renew_import" => {
                 let request: SessionRequest = read(&body);
                 desk.expect_coordinator(request.coordinator.as_ref())?;
-                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance, desk.epoch);
-                written(&SessionReply { session })
+                written(&SessionReply { session: session(&desk, &request.identity, &request.session_id)? })
+            }
+            "join_import" => self.join(&mut desk, read(&body)),
+            "renew_part" | "finish_part" => {
+                let request: PartRequest = read(&body);
+                let part = desk.parts.get_mut(&request.participant).unwrap();
+                assert_eq!(part.epoch, request.epoch);
+                part.done |= verb == "finish_part";
+                written(&PartReply { part: part.clone() })
             }
             "get_import" => {
                 let request: SessionRequest = read(&body);
                 desk.expect_coordinator(request.coordinator.as_ref())?;
-                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance, desk.epoch);
-                written(&ImportReply { session, participants: vec![], log_clock: LOG_CLOCK })
+                let session = session(&desk, &request.identity, &request.session_id)?;
+                let participants = desk.parts.values().cloned().collect();
+                written(&ImportReply { session, participants, log_clock: LOG_CLOCK })
             }
             "abort_import" => {
                 let request: SessionRequest = read(&body);
@@ -283,22 +302,26 @@ impl Answering {
         }
     }
 
-    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
-        let claims = TokenClaims {
-            instance: instance.clone(),
-            right,
-            subject: subject.to_owned(),
-            part: None,
-            expires_unix_ms: u64::MAX,
-        };
-        self.key.sign(&claims)
+    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str, part: Option<TokenPart>) -> String {
+        let (instance, subject) = (instance.clone(), subject.to_owned());
+        self.key.sign(&TokenClaims { instance, right, subject, part, expires_unix_ms: u64::MAX })
+    }
+
+    fn join(&self, desk: &mut Desk, request: JoinImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let part = desk.parts.get_mut(&request.participant).unwrap();
+        *part = ImportPart { epoch: part.epoch + 1, heard_at: LOG_CLOCK, ..part.clone() };
+        let part = part.clone();
+        let own = TokenPart { participant: request.participant, epoch: part.epoch };
+        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own));
+        let endpoint = desk.part_endpoint.clone().unwrap_or_else(|| self.endpoint.clone());
+        written(&JoinImportReply { session, part, endpoints: vec![endpoint], token })
     }
 
     fn begin(&self, desk: &mut Desk, request: BeginImportRequest) -> Result<Value, BallastError> {
-        if let (true, Some(record)) = (desk.session.as_ref() == Some(&request.session_id), &desk.record) {
-            let instance = record.instance.clone();
+        if desk.session.as_ref() == Some(&request.session_id) {
             desk.epoch += 1;
-            return self.begun(desk, &request, &instance);
+            return self.begun(desk, &request);
         }
         if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
             let message = format!("revision exists ({})", record.availability);
@@ -326,15 +349,21 @@ impl Answering {
             updated_unix_ms: 0,
             last_accessed_unix_ms: 0,
         });
-        self.begun(desk, &request, &instance)
+        let declared = |participant: &ParticipantId| ImportPart {
+            participant: participant.clone(),
+            instance: instance.clone(),
+            epoch: 0,
+            heard_at: LOG_CLOCK,
+            done: false,
+        };
+        desk.parts = request.participants.iter().map(|name| (name.clone(), declared(name))).collect();
+        self.begun(desk, &request)
     }
 
-    fn begun(&self, desk: &Desk, request: &BeginImportRequest, instance: &InstanceId) -> Result<Value, BallastError> {
-        written(&BeginImportReply {
-            session: session(&request.identity, &request.session_id, instance, desk.epoch),
-            endpoints: vec![self.endpoint.clone()],
-            token: self.token(instance, TokenRight::Import, request.session_id.as_str()),
-        })
+    fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None);
+        written(&BeginImportReply { session, endpoints: vec![self.endpoint.clone()], token })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
@@ -364,7 +393,7 @@ impl Answering {
             ttl_ms: request.ttl_ms,
             expires_at: LogTime(request.ttl_ms),
         };
-        let token = self.token(&instance, TokenRight::Read, &lease_id);
+        let token = self.token(&instance, TokenRight::Read, &lease_id, None);
         written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
     }
 }
@@ -373,17 +402,17 @@ fn record(desk: &Desk) -> Result<WeightRevisionMetadata, BallastError> {
     desk.record.clone().ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))
 }
 
-fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId, epoch: u64) -> ImportSession {
-    ImportSession {
+fn session(desk: &Desk, identity: &RevisionIdentity, session_id: &SessionId) -> Result<ImportSession, BallastError> {
+    Ok(ImportSession {
         session_id: session_id.clone(),
         identity: identity.clone(),
-        instance: instance.clone(),
+        instance: record(desk)?.instance,
         placement: vec![],
         placement_digest: ballast_schemas::Digest::of(b""),
-        ttl_ms: 15_000,
+        ttl_ms: desk.ttl_ms.unwrap_or(15_000),
         expires_at: LogTime(15_000),
-        epoch,
-    }
+        epoch: desk.epoch,
+    })
 }
 
 /// Asks until the answer is yes.

@@ -20,6 +20,7 @@ use super::instance::{
 use super::offers::PartWrite;
 use super::room::Room;
 use super::{NodeStore, lock};
+use crate::budget::Charge;
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold_tier::Progress;
 use crate::error::{Mismatch, StoreError};
@@ -74,6 +75,8 @@ pub(crate) struct Writes {
     room: Arc<Room>,
     /// Of an import with several writers: who brings what.
     pub(super) offers: PartOffers,
+    /// For the memory that these take.
+    pub(super) offers_charge: Option<Charge>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -102,6 +105,7 @@ impl Writes {
             units: vec![UnitWrite::default(); layout.unit_count() as usize],
             room: Arc::new(Room::new(layout)),
             offers: PartOffers::default(),
+            offers_charge: None,
         }
     }
 }
@@ -344,8 +348,11 @@ impl NodeStore {
         state.sealed = Some(sealed.clone());
         drop(state);
         instance.guard(self.memory.objects());
-        // What was noted of the writes is of no more use.
-        *lock(&instance.writes) = Writes::default();
+        // What was noted of the writes is of no more use, but for who speaks for a participant.
+        let mut writes = lock(&instance.writes);
+        let offers = std::mem::take(&mut writes.offers).closed();
+        *writes = Writes { offers, ..Writes::default() };
+        drop(writes);
         Ok(self.receipt_of(&instance, &sealed))
     }
 
@@ -616,23 +623,28 @@ impl Instance {
 
     fn checksum_in_memory(&self, unit: u32) -> Result<u64, PathError> {
         let Some(extent) = self.layout.extent(unit).filter(|extent| extent.bytes > 0) else { return Ok(checksum(&[])) };
-        self.checksum_in_segment(extent, extent.offset..extent.offset + extent.bytes)
-    }
-
-    /// The checksum of some bytes of a unit in memory. The caller answers for nobody freeing them meanwhile; while somebody
-    /// writes them, what is found is worth nothing.
-    pub(super) fn checksum_of_range(&self, unit: u32, offset: u64, bytes: u64) -> Result<u64, StoreError> {
-        let extent = self.target(unit, offset, bytes)?;
-        let start = extent.offset + offset;
-        self.checksum_in_segment(extent, start..start + bytes).map_err(|error| StoreError::on_tier(Tier::Memory, error))
-    }
-
-    fn checksum_in_segment(&self, extent: Extent, range: std::ops::Range<u64>) -> Result<u64, PathError> {
         let missing = || std::io::Error::new(std::io::ErrorKind::NotFound, "the segment is not in memory");
         let segment = self.memory.get(extent.segment).ok_or_else(missing).on("check", &self.memory_folder)?;
         // SAFETY: the callers answer for nobody writing or freeing these bytes.
-        let bytes = unsafe { segment.bytes(range) }.on("check", &self.memory_folder)?;
-        Ok(checksum(bytes))
+        let bytes = unsafe { segment.bytes(extent.offset..extent.offset + extent.bytes) };
+        Ok(checksum(bytes.on("check", &self.memory_folder)?))
+    }
+
+    /// The checksum of some bytes of a unit in memory; `None` when nothing was ever written near them. While somebody writes
+    /// or frees them, what is found is worth nothing.
+    pub(super) fn checksum_of_range(&self, unit: u32, offset: u64, bytes: u64) -> Result<Option<u64>, StoreError> {
+        let extent = self.target(unit, offset, bytes)?;
+        let Some(segment) = self.memory.get(extent.segment) else { return Ok(None) };
+        // Not through the mapping: a page that has no room yet must not take any, and others may write these bytes.
+        let mut buffer = vec![0; bytes.min(COPY_BYTES) as usize];
+        let mut sum = RunningChecksum::default();
+        while sum.bytes() < bytes {
+            let piece = &mut buffer[..(bytes - sum.bytes()).min(COPY_BYTES) as usize];
+            let read = segment.file().read_exact_at(piece, extent.offset + offset + sum.bytes());
+            read.on("check", &self.memory_folder).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
+            sum.update(piece);
+        }
+        Ok(Some(sum.value()))
     }
 }
 
