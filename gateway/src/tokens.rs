@@ -6,7 +6,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_journal::KeyError;
-use ballast_schemas::{ImportSession, InstanceId, TokenClaims, TokenPart, TokenRight};
+use ballast_schemas::{ImportSession, LeaseGrant, NodeEndpoint, TokenClaims, TokenPart, TokenRight, holders_digest};
 use ballast_transfer::TokenKey;
 
 /// Beyond the lease or session: renewals bring no new token, and clocks differ.
@@ -30,30 +30,45 @@ impl TokenIssuer {
         self.stored.as_bytes().to_vec()
     }
 
-    /// A token for `right` on `instance`, on behalf of the lease or session `subject` that lasts `ttl_ms`.
-    pub(crate) fn issue(&self, instance: &InstanceId, right: TokenRight, subject: &str, ttl_ms: u64) -> String {
-        self.sign(instance, right, subject, None, ttl_ms)
+    /// A token for reading what a lease protects. It vouches for the nodes that hold it.
+    pub(crate) fn issue_read(&self, lease: &LeaseGrant, holders: &[NodeEndpoint]) -> String {
+        let claims = TokenClaims {
+            instance: lease.instance.clone(),
+            right: TokenRight::Read,
+            subject: lease.lease_id.to_string(),
+            part: None,
+            holders: Some(holders_digest(holders)),
+            expires_unix_ms: end(lease.ttl_ms),
+        };
+        self.key.sign(&claims)
+    }
+
+    /// A token for a whole import.
+    pub(crate) fn issue_import(&self, session: &ImportSession) -> String {
+        self.import(session, None)
     }
 
     /// A token for a participant's fragments in an import.
     pub(crate) fn issue_part(&self, session: &ImportSession, part: TokenPart) -> String {
-        let subject = session.session_id.as_str();
-        self.sign(&session.instance, TokenRight::Import, subject, Some(part), session.ttl_ms)
+        self.import(session, Some(part))
     }
 
-    fn sign(
-        &self,
-        instance: &InstanceId,
-        right: TokenRight,
-        subject: &str,
-        part: Option<TokenPart>,
-        ttl_ms: u64,
-    ) -> String {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let end = now.saturating_add(Duration::from_millis(ttl_ms)).saturating_add(SLACK);
-        let expires_unix_ms = u64::try_from(end.as_millis()).unwrap_or(u64::MAX);
-        let claims =
-            TokenClaims { instance: instance.clone(), right, subject: subject.to_owned(), part, expires_unix_ms };
+    fn import(&self, session: &ImportSession, part: Option<TokenPart>) -> String {
+        let claims = TokenClaims {
+            instance: session.instance.clone(),
+            right: TokenRight::Import,
+            subject: session.session_id.to_string(),
+            part,
+            holders: None,
+            expires_unix_ms: end(session.ttl_ms),
+        };
         self.key.sign(&claims)
     }
+}
+
+/// When a token ends whose lease or session lasts `ttl_ms`.
+fn end(ttl_ms: u64) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let end = now.saturating_add(Duration::from_millis(ttl_ms)).saturating_add(SLACK);
+    u64::try_from(end.as_millis()).unwrap_or(u64::MAX)
 }

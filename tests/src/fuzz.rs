@@ -502,6 +502,7 @@ fn messages() -> Vec<Target> {
         right: TokenRight::Import,
         subject: session_id.to_string(),
         part: None,
+        holders: None,
         expires_unix_ms: 60_000,
     };
     vec![

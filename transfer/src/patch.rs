@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use ballast_schemas::Digest;
 use ballast_schemas::frame::{DATA_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Number, Patch, PatchRule};
+use bytes::Bytes;
 use half::{bf16, f16};
 
-/// Bytes that one request makes: an answer, and so progress, every fraction of a second.
-const DERIVE_BYTES: u64 = 256 << 20;
 /// Entries of one range: even the longest distances and values fit one request.
 const ENTRIES_MAX: usize = 400_000;
 
@@ -62,14 +61,14 @@ pub(crate) struct DeriveRequest {
     pub bytes: u64,
 }
 
-/// Cuts units into requests of bounded size, in order.
-pub(crate) fn requests(units: &[DeriveUnit<'_>]) -> Vec<DeriveRequest> {
+/// Cuts units into requests that make at most `bytes_max` bytes each, in order.
+pub(crate) fn requests(units: &[DeriveUnit<'_>], bytes_max: u64) -> Vec<DeriveRequest> {
     let mut requests: Vec<DeriveRequest> = Vec::new();
     for unit in units {
         let mut entries = 0;
         let mut start = 0;
         loop {
-            let mut end = unit.bytes.min(start + DERIVE_BYTES);
+            let mut end = unit.bytes.min(start + bytes_max);
             let mut payload = Vec::new();
             let mut patch = None;
             if let Some(whole) = unit.patch {
@@ -95,7 +94,7 @@ pub(crate) fn requests(units: &[DeriveUnit<'_>]) -> Vec<DeriveRequest> {
             let bytes = end - start;
             let range = DerivedRange { unit: number, base_unit, offset: start, bytes, blake3, patch };
             let fits = |request: &&mut DeriveRequest| {
-                request.bytes + bytes <= DERIVE_BYTES
+                request.bytes + bytes <= bytes_max
                     && request.ranges.len() < DERIVED_RANGES_MAX
                     && (request.payload.len() + payload.len()) as u64 <= DATA_BYTES_MAX
             };
@@ -130,19 +129,19 @@ fn encode_distances(elements: &[u64], mut before: u64, into: &mut Vec<u8>) {
 
 /// The patch of one range, as it came, checked.
 #[derive(Debug)]
-pub(crate) struct RangePatch<'a> {
+pub(crate) struct RangePatch {
     rule: PatchRule,
     /// First byte of each element in its unit.
     places: Vec<u64>,
-    values: &'a [u8],
+    values: Bytes,
 }
 
-impl<'a> RangePatch<'a> {
+impl RangePatch {
     /// Takes the patch of a range off the front of a payload.
     ///
     /// # Errors
     /// Naming what does not fit the range.
-    pub(crate) fn take(range: &DerivedRange, payload: &mut &'a [u8]) -> Result<Option<Self>, String> {
+    pub(crate) fn take(range: &DerivedRange, payload: &mut Bytes) -> Result<Option<Self>, String> {
         let Some(Patch { rule, entries, index_bytes }) = range.patch else { return Ok(None) };
         let item = u64::from(rule.item_bytes());
         if !matches!(item, 1 | 2 | 4 | 8) {
@@ -151,14 +150,12 @@ impl<'a> RangePatch<'a> {
         if !range.offset.is_multiple_of(item) {
             return Err(format!("a patch from byte {} on, inside an element of {item} bytes", range.offset));
         }
-        let cut = |payload: &mut &'a [u8], bytes: u64| {
-            let short = || format!("a patch of {entries} elements whose payload ends too early");
-            let (head, rest) =
-                usize::try_from(bytes).ok().and_then(|at| payload.split_at_checked(at)).ok_or_else(short)?;
-            *payload = rest;
-            Ok::<&'a [u8], String>(head)
+        let cut = |payload: &mut Bytes, bytes: u64| match usize::try_from(bytes) {
+            Ok(bytes) if bytes <= payload.len() => Ok(payload.split_to(bytes)),
+            _ => Err(format!("a patch of {entries} elements whose payload ends too early")),
         };
-        let mut distances = cut(payload, index_bytes.into())?;
+        let distances = cut(payload, index_bytes.into())?;
+        let mut distances = &*distances;
         let values = cut(payload, u64::from(entries) * item)?;
         // Every element has a value in the payload, so that there are no more of them than bytes that came.
         let mut places = Vec::with_capacity(entries as usize);
@@ -257,6 +254,7 @@ fn decode_distance(bytes: &mut &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use ballast_schemas::frame::DERIVE_BYTES_MAX;
     use proptest::prelude::*;
 
     use super::*;
@@ -265,7 +263,7 @@ mod tests {
     fn made(base: &[u8], requests: &[DeriveRequest]) -> Vec<u8> {
         let mut unit = Vec::new();
         for request in requests {
-            let mut payload = request.payload.as_slice();
+            let mut payload = Bytes::from(request.payload.clone());
             for range in &request.ranges {
                 assert_eq!(range.offset, unit.len() as u64, "ranges follow each other");
                 let patch = RangePatch::take(range, &mut payload).unwrap();
@@ -289,7 +287,7 @@ mod tests {
 
     fn derive(base: &[u8], patch: &UnitPatch) -> Vec<u8> {
         let unit = DeriveUnit { unit: 3, base_unit: 5, bytes: base.len() as u64, blake3: None, patch: Some(patch) };
-        made(base, &requests(&[unit]))
+        made(base, &requests(&[unit], DERIVE_BYTES_MAX))
     }
 
     proptest! {
@@ -322,7 +320,7 @@ mod tests {
         ) {
             let patch = Patch { rule: PatchRule::Overwrite { item_bytes }, entries, index_bytes };
             let range = DerivedRange { unit: 0, base_unit: 0, offset, bytes, blake3: None, patch: Some(patch) };
-            if let Ok(Some(patch)) = RangePatch::take(&range, &mut payload.as_slice()) {
+            if let Ok(Some(patch)) = RangePatch::take(&range, &mut payload.into()) {
                 let mut piece = vec![0; bytes as usize];
                 patch.apply(patch.within(0, &(offset..offset + bytes)), offset, &mut piece);
             }
@@ -371,17 +369,18 @@ mod tests {
         };
         let base = vec![1; count as usize * 8 + 100];
         let unit = DeriveUnit { unit: 0, base_unit: 0, bytes: base.len() as u64, blake3: None, patch: Some(&patch) };
-        let cut = requests(&[unit]);
+        let cut = requests(&[unit], DERIVE_BYTES_MAX);
         assert!(cut.len() > 1 && cut.iter().all(|request| request.payload.len() as u64 <= DATA_BYTES_MAX));
         let whole = made(&base, &cut);
         assert!(whole[..count as usize * 8].iter().all(|byte| *byte == 9) && whole[count as usize * 8..] == [1; 100]);
 
         let small = |unit| DeriveUnit { unit, base_unit: unit, bytes: 0, blake3: None, patch: None };
         let units: Vec<_> = (0..DERIVED_RANGES_MAX as u32 + 1).map(small).collect();
-        let sizes: Vec<usize> = requests(&units).iter().map(|request| request.ranges.len()).collect();
+        let sizes: Vec<usize> = requests(&units, DERIVE_BYTES_MAX).iter().map(|request| request.ranges.len()).collect();
         assert_eq!(sizes, [DERIVED_RANGES_MAX, 1]);
-        let large = DeriveUnit { bytes: DERIVE_BYTES * 2 + 1, ..small(7) };
-        let ends: Vec<u64> = requests(&[large]).iter().flat_map(|r| &r.ranges).map(|r| r.offset + r.bytes).collect();
-        assert_eq!(ends, [DERIVE_BYTES, DERIVE_BYTES * 2, DERIVE_BYTES * 2 + 1]);
+        let large = DeriveUnit { bytes: 201, ..small(7) };
+        let ends =
+            requests(&[large], 100).iter().flat_map(|r| &r.ranges).map(|r| r.offset + r.bytes).collect::<Vec<_>>();
+        assert_eq!(ends, [100, 200, 201]);
     }
 }

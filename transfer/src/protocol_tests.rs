@@ -11,6 +11,7 @@ use ballast_schemas::frame::{
 use ballast_schemas::manifest::{Manifest, ManifestPlan, Tensor};
 use ballast_schemas::{
     ErrorCode, InstanceId, NodeEndpoint, NodeId, RevisionIdentity, TokenClaims, TokenRight, UnitEffect, UnitRange,
+    holders_digest,
 };
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
@@ -32,14 +33,23 @@ fn key() -> TokenKey {
 }
 
 pub(crate) fn token(id: &InstanceId, right: TokenRight) -> String {
-    let subject = session().to_string();
-    key().sign(&TokenClaims {
+    key().sign(&claims(id, right))
+}
+
+/// A token for reading what these nodes hold.
+pub(crate) fn token_of(id: &InstanceId, holders: &[NodeEndpoint]) -> String {
+    key().sign(&TokenClaims { holders: Some(holders_digest(holders)), ..claims(id, TokenRight::Read) })
+}
+
+fn claims(id: &InstanceId, right: TokenRight) -> TokenClaims {
+    TokenClaims {
         instance: id.clone(),
         right,
-        subject,
+        subject: session().to_string(),
         part: None,
+        holders: None,
         expires_unix_ms: now_unix_ms() + 600_000,
-    })
+    }
 }
 
 fn identity() -> RevisionIdentity {
@@ -349,6 +359,7 @@ async fn tokens_decide_what_a_connection_may_do() {
         right: TokenRight::Read,
         subject: "lease".into(),
         part: None,
+        holders: None,
         expires_unix_ms,
     };
     let foreign = TokenKey::new(&[1; 32]).unwrap().sign(&claims(u64::MAX));

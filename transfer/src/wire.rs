@@ -134,6 +134,23 @@ impl Wire {
         Ok(self.descriptors.drain(..count).collect())
     }
 
+    /// Waits until the peer has closed the connection, which a peer that awaits an answer shows in no other way.
+    pub(crate) async fn closed(&self) {
+        let peek = |socket: BorrowedFd<'_>| {
+            let mut byte = [0];
+            let (bytes, _) = rustix::net::recv(socket, &mut byte, RecvFlags::PEEK)?;
+            Ok(bytes)
+        };
+        let peeked = match &self.socket {
+            Socket::Tcp(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+            Socket::Unix(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+        };
+        // A peer that has sent its next request already is still there.
+        if matches!(peeked, Ok(1..)) {
+            std::future::pending().await
+        }
+    }
+
     async fn receive(&mut self, buffer: &mut [u8], wait: Duration) -> Result<usize, WireError> {
         let received = match &mut self.socket {
             Socket::Tcp(socket) => tokio::time::timeout(wait, socket.read(buffer)).await,

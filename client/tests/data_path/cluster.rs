@@ -10,10 +10,10 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant,
-    LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, IdentityRequest, ImportSession, InstanceId,
+    LeaseGrant, LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
     RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect,
-    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
+    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy, holders_digest,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -50,6 +50,17 @@ pub struct Desk {
     pub begun_with: Option<WeightStoragePolicy>,
     pub positions: u64,
     pub claim: Option<ReplacementClaim>,
+    /// The base of a replacement, beside the record.
+    pub base: Option<WeightRevisionMetadata>,
+    /// What it becomes once a lease on it has been released.
+    pub base_later: Option<WeightRevisionMetadata>,
+    /// Where imports go and what leases name; none: the cluster's first node.
+    pub placement: Vec<NodeEndpoint>,
+    pub holders: Vec<NodeEndpoint>,
+    /// Tokens vouch for nobody.
+    pub vouches_not: bool,
+    /// All nodes but the first one.
+    pub others: Vec<Arc<NodeStore>>,
 }
 
 impl Desk {
@@ -65,7 +76,7 @@ pub struct Cluster {
     pub node: Arc<NodeStore>,
     pub server: EmbeddedServer,
     pub scratch: TempDir,
-    _memory: TempDir,
+    memory: TempDir,
 }
 
 pub fn identity(generation: u64) -> RevisionIdentity {
@@ -79,23 +90,9 @@ impl Cluster {
         // The error says what to run when there is no nats-server.
         let server = EmbeddedServer::start(ServerOptions::new(scratch.path().join("nats"))).await;
         let server = server.unwrap_or_else(|error| panic!("{error}"));
-        let node = open_node(memory.path(), &scratch.path().join("cold"));
-        let key = TokenKey::new(&[7; 32]).unwrap();
-        let gate = TokenGate::closed();
-        gate.set(key.clone());
-        let options = DataPlaneOptions {
-            unix_socket: Some(memory.path().join("node.sock")),
-            tcp: Some("127.0.0.1:0".parse().unwrap()),
-            ..DataPlaneOptions::default()
-        };
-        let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
-        let endpoint = NodeEndpoint {
-            node: node.node().clone(),
-            host_id: host_id().unwrap(),
-            unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
-            tcp: plane.tcp_address().map(|address| address.to_string()),
-        };
-        tokio::spawn(plane.run(std::future::pending()));
+        let node = open_node("node-1", memory.path(), &scratch.path().join("cold"));
+        let (endpoint, _) = serve(&node, &memory.path().join("node.sock")).await;
+        let key = key();
         let desk = Arc::new(Mutex::new(Desk::default()));
         let answering = Answering { desk: desk.clone(), node: node.clone(), endpoint, key };
         let nats = async_nats::connect(server.url()).await.unwrap();
@@ -116,7 +113,22 @@ impl Cluster {
                 }
             }
         });
-        Self { desk, node, server, scratch, _memory: memory }
+        Self { desk, node, server, scratch, memory }
+    }
+
+    /// Another node. The handle stops it.
+    pub async fn another_node(&self, name: &str) -> (Arc<NodeStore>, NodeEndpoint, tokio::task::JoinHandle<()>) {
+        let node = open_node(name, &self.memory_of(name), &self.scratch.path().join(name));
+        let (endpoint, running) = serve(&node, &self.memory.path().join(format!("{name}.sock"))).await;
+        self.desk.lock().unwrap().others.push(node.clone());
+        (node, endpoint, running)
+    }
+
+    /// The folder of another node's memory tier.
+    pub fn memory_of(&self, name: &str) -> std::path::PathBuf {
+        let folder = self.memory.path().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
     }
 
     pub async fn gateway(&self, route: Route) -> Gateway {
@@ -175,10 +187,32 @@ impl Cluster {
     }
 }
 
-fn open_node(memory: &Path, cold: &Path) -> Arc<NodeStore> {
+fn key() -> TokenKey {
+    TokenKey::new(&[7; 32]).unwrap()
+}
+
+async fn serve(node: &Arc<NodeStore>, socket: &Path) -> (NodeEndpoint, tokio::task::JoinHandle<()>) {
+    let gate = TokenGate::closed();
+    gate.set(key());
+    let options = DataPlaneOptions {
+        unix_socket: Some(socket.to_owned()),
+        tcp: Some("127.0.0.1:0".parse().unwrap()),
+        ..DataPlaneOptions::default()
+    };
+    let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
+    let endpoint = NodeEndpoint {
+        node: node.node().clone(),
+        host_id: host_id().unwrap(),
+        unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
+        tcp: plane.tcp_address().map(|address| address.to_string()),
+    };
+    (endpoint, tokio::spawn(plane.run(std::future::pending())))
+}
+
+fn open_node(name: &str, memory: &Path, cold: &Path) -> Arc<NodeStore> {
     std::fs::create_dir_all(cold).unwrap();
     let options = NodeStoreOptions {
-        node: NodeId::new("node-1").unwrap(),
+        node: NodeId::new(name).unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
         cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
     };
@@ -232,11 +266,29 @@ impl Answering {
             }
             "commit_import" => self.commit(&mut desk, read(&body)),
             "get_metadata" => {
-                let metadata = record(&desk)?;
+                let metadata = record_of(&desk, &read::<IdentityRequest>(&body).identity)?;
                 written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
             }
             "upsert" => {
                 let request: UpsertRequest = read(&body);
+                let same = desk
+                    .claim
+                    .as_ref()
+                    .is_some_and(|claim| Some(&claim.request_id) == request.replacement_request_id.as_ref());
+                if same && desk.base.is_some() {
+                    assert_eq!(
+                        desk.claim.as_ref().unwrap().expected_base_generation,
+                        request.expected_metadata_generation
+                    );
+                    return written(&ClaimReply { claim: desk.next_claim() });
+                }
+                if desk
+                    .base
+                    .as_ref()
+                    .is_some_and(|base| base.metadata_generation != request.expected_metadata_generation)
+                {
+                    return Err(BallastError::new(ErrorCode::StaleGeneration, "read it again and decide anew"));
+                }
                 desk.claim = Some(ReplacementClaim {
                     lineage: request.base.lineage(),
                     request_id: request.replacement_request_id.unwrap(),
@@ -253,23 +305,34 @@ impl Answering {
                 });
                 written(&ClaimReply { claim: desk.next_claim() })
             }
+            "get_upsert" if desk.claim.is_none() => Err(BallastError::new(ErrorCode::NotFound, "no such replacement")),
             "get_upsert" => written(&ClaimReply { claim: desk.next_claim() }),
             "acquire_lease" => self.lease(&mut desk, read(&body)),
             "renew_lease" => Err(BallastError::new(ErrorCode::NotReady, "the revision is retired")),
             "release_lease" => {
                 desk.leases.retain(|lease| *lease != body["lease_id"]);
+                if let Some(later) = desk.base_later.take() {
+                    desk.base = Some(later);
+                }
                 Ok(json!({"lapsed": desk.lapsed}))
             }
             other => panic!("nobody should call {other}"),
         }
     }
 
-    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
+    fn token(
+        &self,
+        instance: &InstanceId,
+        right: TokenRight,
+        subject: &str,
+        holders: Option<&[NodeEndpoint]>,
+    ) -> String {
         let claims = TokenClaims {
             instance: instance.clone(),
             right,
             subject: subject.to_owned(),
             part: None,
+            holders: holders.map(holders_digest),
             expires_unix_ms: u64::MAX,
         };
         self.key.sign(&claims)
@@ -303,14 +366,19 @@ impl Answering {
         });
         written(&BeginImportReply {
             session: session(&request.identity, &request.session_id, &instance),
-            endpoints: vec![self.endpoint.clone()],
-            token: self.token(&instance, TokenRight::Import, request.session_id.as_str()),
+            endpoints: or_else(&desk.placement, &self.endpoint),
+            token: self.token(&instance, TokenRight::Import, request.session_id.as_str(), None),
         })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
         let mut record = record(desk)?;
-        let receipt = self.node.receipt(&record.instance, &request.session_id).map_err(|error| error.to_error())?;
+        let placed = or_else(&desk.placement, &self.endpoint);
+        let nodes = desk.others.iter().chain([&self.node]);
+        let on = nodes.filter(|node| placed.iter().any(|endpoint| endpoint.node == *node.node()));
+        let receipts = on.map(|node| node.receipt(&record.instance, &request.session_id));
+        let receipts: Result<Vec<_>, _> = receipts.collect();
+        let receipt = receipts.map_err(|error| error.to_error())?.remove(0);
         assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
         record.manifest = Some(receipt.manifest);
         record.availability = Availability::Ready;
@@ -320,7 +388,7 @@ impl Answering {
     }
 
     fn lease(&self, desk: &mut Desk, request: AcquireLeaseRequest) -> Result<Value, BallastError> {
-        let revision = record(desk)?;
+        let revision = record_of(desk, &request.identity)?;
         let lease_id = request.lease_id.as_str().to_owned();
         if !desk.leases.contains(&lease_id) {
             desk.leases.push(lease_id.clone());
@@ -334,8 +402,25 @@ impl Answering {
             ttl_ms: request.ttl_ms,
             expires_at: LogTime(request.ttl_ms),
         };
-        let token = self.token(&instance, TokenRight::Read, &lease_id);
-        written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
+        let endpoints = or_else(&desk.holders, &self.endpoint);
+        let vouched = (!desk.vouches_not).then_some(endpoints.as_slice());
+        let token = self.token(&instance, TokenRight::Read, &lease_id, vouched);
+        written(&AcquireLeaseReply { lease, revision, endpoints, token })
+    }
+}
+
+fn or_else(endpoints: &[NodeEndpoint], first: &NodeEndpoint) -> Vec<NodeEndpoint> {
+    if endpoints.is_empty() { vec![first.clone()] } else { endpoints.to_vec() }
+}
+
+fn record_of(desk: &Desk, identity: &RevisionIdentity) -> Result<WeightRevisionMetadata, BallastError> {
+    match &desk.base {
+        Some(base) if base.identity == *identity => Ok(base.clone()),
+        Some(_) => record(desk).and_then(|record| {
+            let other = || BallastError::new(ErrorCode::NotFound, "no such revision");
+            (record.identity == *identity).then_some(record).ok_or_else(other)
+        }),
+        None => record(desk),
     }
 }
 
