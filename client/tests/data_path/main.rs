@@ -1,6 +1,7 @@
 //! Puts and gets through a real NATS server and a real node, with a gateway that can be told what to answer.
 
 mod cluster;
+mod deriving;
 mod events;
 mod getting;
 mod putting;
