@@ -362,11 +362,17 @@ impl Upload {
                 lanes.push(async move {
                     let mut connection = Lane::connect(endpoint, token, route).await?;
                     tracing::trace!(lane, node = %endpoint.node, "a lane is open");
-                    loop {
+                    let take = |lane: &Lane| {
                         let batch = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-                        let Some(batch) = batch else { return Ok::<(), BallastError>(()) };
-                        send(&mut connection, batch, base, found, &|bytes| meter.add(bytes)).await?;
+                        batch.map(|batch| Share::begin(batch, lane, base.map(|(base, _)| base))).transpose()
+                    };
+                    let mut next = take(&connection)?;
+                    while let Some(share) = next {
+                        // What the next one's checksums cost is paid while this one is sent.
+                        next = take(&connection)?;
+                        send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await?;
                     }
+                    Ok::<(), BallastError>(())
                 });
             }
             futures::future::try_join_all(lanes).await?;
@@ -442,10 +448,47 @@ fn batches(units: &[UnitSource]) -> VecDeque<Batch> {
     batches
 }
 
+/// A share whose turn comes soon.
+struct Share {
+    batch: Batch,
+    /// Of a file that may be the base's: checksums of its units, which say what has to be sent.
+    sums: Option<Computing>,
+}
+
+/// Checksums being computed. Dropped, it stops.
+struct Computing {
+    opened: Arc<File>,
+    sums: tokio::task::JoinHandle<Result<Vec<(u32, u64)>, BallastError>>,
+    stop: StopOnDrop,
+}
+
+impl Computing {
+    fn begin(file: &Arc<SourceFile>, opened: Arc<File>, ranges: &[SourceRange]) -> Self {
+        let stop = StopOnDrop::default();
+        let sums = compute(file.clone(), opened.clone(), ranges.to_vec(), &stop);
+        Self { opened, sums, stop }
+    }
+}
+
+impl Share {
+    fn begin(batch: Batch, lane: &Lane, base: Option<&Base>) -> Result<Self, BallastError> {
+        let sums = match (&batch, base) {
+            // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
+            (Batch::File { file, ranges }, Some(base))
+                if lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes)) =>
+            {
+                Some(Computing::begin(file, Arc::new(file.open()?), ranges))
+            }
+            _ => None,
+        };
+        Ok(Self { batch, sums })
+    }
+}
+
 /// Sends one share over one connection, and computes its checksums at the same time where they are wanted.
 async fn send(
     lane: &mut Lane,
-    batch: Batch,
+    share: Share,
     base: Option<(&Base, &AtomicU64)>,
     found: Option<&Mutex<Vec<Option<u64>>>>,
     sent: &(dyn Fn(u64) + Sync),
@@ -467,7 +510,7 @@ async fn send(
         count(bytes);
         sent(bytes);
     };
-    match batch {
+    match share.batch {
         Batch::Bytes { unit, bytes } => {
             let sum = checksum(&bytes);
             note(&[(unit, sum)]);
@@ -486,31 +529,30 @@ async fn send(
             sent(size);
         }
         Batch::File { file, mut ranges } => {
-            let opened = Arc::new(file.open()?);
-            let stop = StopOnDrop::default();
-            // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
-            let may_reuse = |base: &Base| {
-                lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes))
-            };
-            let base = base.map(|(base, _)| base).filter(|base| may_reuse(base));
             let mut computing = None;
-            if let Some(base) = base {
-                let sums = joined(compute(file.clone(), opened.clone(), ranges.clone(), &stop).await)?;
-                note(&sums);
-                let same = reuse_file(lane, base, &file, &opened, &ranges, &sums, &stop).await?;
-                ranges.retain(|range| {
-                    let again = !same.contains(&range.unit);
-                    if !again {
-                        reused(range.bytes);
-                    }
-                    again
-                });
-            } else {
-                computing = found.map(|_| compute(file, opened.clone(), ranges.clone(), &stop));
-            }
+            let opened = match (share.sums, base) {
+                (Some(Computing { opened, sums, stop }), Some((base, _))) => {
+                    let sums = joined(sums.await)?;
+                    note(&sums);
+                    let same = reuse_file(lane, base, &file, &opened, &ranges, &sums, &stop).await?;
+                    ranges.retain(|range| {
+                        let again = !same.contains(&range.unit);
+                        if !again {
+                            reused(range.bytes);
+                        }
+                        again
+                    });
+                    opened
+                }
+                _ => {
+                    let opened = Arc::new(file.open()?);
+                    computing = found.map(|_| Computing::begin(&file, opened.clone(), &ranges));
+                    opened
+                }
+            };
             lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await?;
             if let Some(computing) = computing {
-                note(&joined(computing.await)?);
+                note(&joined(computing.sums.await)?);
             }
         }
         Batch::Base(units) => {

@@ -72,3 +72,45 @@ fn end(ttl_ms: u64) -> u64 {
     let end = now.saturating_add(Duration::from_millis(ttl_ms)).saturating_add(SLACK);
     u64::try_from(end.as_millis()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::{InstanceId, LeaseId, LogPosition, LogTime, NodeId, RevisionIdentity};
+
+    use super::*;
+
+    #[test]
+    fn a_token_for_reading_vouches_for_the_addresses_of_its_holders_and_for_no_other() {
+        let issuer = TokenIssuer::new(ballast_journal::TokenKey::from_bytes([7; 32])).unwrap();
+        let identity = RevisionIdentity::new("default", "default", "m", "main", 1).unwrap();
+        let lease = LeaseGrant {
+            lease_id: LeaseId::new("lease").unwrap(),
+            holder: "reader".into(),
+            instance: InstanceId { group_id: identity.group_id(), position: LogPosition { seq: 1, index: 0 } },
+            identity,
+            ttl_ms: 1_000,
+            expires_at: LogTime(1_000),
+        };
+        let endpoint = |node: &str, tcp: &str| NodeEndpoint {
+            node: NodeId::new(node).unwrap(),
+            host_id: "host".into(),
+            unix_socket: None,
+            tcp: Some(tcp.into()),
+        };
+        let holders = [endpoint("node-1", "10.0.0.1:7000"), endpoint("node-2", "10.0.0.2:7000")];
+        let claims = issuer.key.verify(&issuer.issue_read(&lease, &holders), 0).unwrap();
+        assert_eq!((claims.right, claims.subject.as_str()), (TokenRight::Read, "lease"));
+        assert_eq!(claims.holders, Some(holders_digest(&holders)));
+        let [first, second] = holders.clone();
+        for other in [
+            vec![],
+            vec![first.clone()],
+            vec![second.clone(), first.clone()],
+            vec![first.clone(), endpoint("node-2", "10.0.0.3:7000")],
+            vec![first.clone(), endpoint("node-3", "10.0.0.2:7000")],
+            vec![first.clone(), NodeEndpoint { tcp: None, ..second }],
+        ] {
+            assert_ne!(claims.holders, Some(holders_digest(&other)), "{other:?}");
+        }
+    }
+}

@@ -1,5 +1,7 @@
 //! Units made out of those of a base, over the real protocol: from memory, from disk, from another node, and what is refused.
 
+use std::time::{Duration, Instant};
+
 use ballast_schemas::frame::{DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Number, Patch, PatchRule};
 use ballast_schemas::{Digest, ErrorCode, InstanceId, TokenRight};
 
@@ -7,9 +9,10 @@ use crate::checksum::checksum;
 use crate::client_end::*;
 use crate::cold_tier::Progress;
 use crate::patch::{DeriveUnit, UnitPatch};
-use crate::protocol_tests::{Node, SIZES, named, token, token_of};
+use crate::protocol_tests::{Node, SIZES, named, token, token_of, token_until};
 use crate::server::DataPlaneOptions;
 use crate::testing::*;
+use crate::token::{TOKEN_LEEWAY_MS, now_unix_ms};
 
 fn blake3_of(bytes: &[u8]) -> Option<Digest> {
     Some(Digest::from_bytes(*blake3::hash(bytes).as_bytes()))
@@ -358,6 +361,29 @@ async fn a_holder_that_never_answers_is_left_for_the_next_one() {
     for node in [node, other] {
         node.stop().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_base_whose_token_has_ended_is_opened_again_with_another() {
+    let node = Node::start().await;
+    let base = named(1);
+    import(&node.store, &base, &SIZES);
+    let (id, mut importer) = target(&node, 2, Route::Tcp).await;
+    // Valid for a moment, by the leeway that clocks are given.
+    importer.open_base(&token_until(&base, now_unix_ms() + 300 - TOKEN_LEEWAY_MS), &[]).await.unwrap();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let error = loop {
+        match importer.derive(&[copy(2)], |_| {}).await {
+            Ok(_) => assert!(Instant::now() < deadline, "the token does not end"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.code(), ErrorCode::Unauthorized, "{error}");
+    assert_eq!(importer.derive(&[copy(2)], |_| {}).await.unwrap_err().code(), ErrorCode::Unauthorized, "as before");
+    importer.open_base(&token(&base, TokenRight::Read), &[]).await.unwrap();
+    importer.derive(&[copy(0), copy(1), copy(2), copy(3)], |_| {}).await.unwrap();
+    sealed(&node, &id, &contents()).await;
+    node.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -46,6 +46,14 @@ impl DeriveUnit<'_> {
         let item = u64::from(patch.rule.item_bytes());
         let end = patch.elements.last().map_or(Some(0), |last| last.checked_add(1)?.checked_mul(item));
         let whole = patch.values.len() as u64 == patch.elements.len() as u64 * item;
+        if let Some(run) = patch.elements.chunk_by(|a, b| a == b).find(|run| run.len() > ENTRIES_MAX) {
+            return Err(format!(
+                "element {} of unit {} is added to {} times, which fit no request: sum them up before",
+                run[0],
+                self.unit,
+                run.len()
+            ));
+        }
         if whole && patch.elements.is_sorted() && end.is_some_and(|end| end <= self.bytes) {
             return Ok(());
         }
@@ -197,16 +205,25 @@ impl RangePatch {
                 })
             };
         }
+        // What a NaN made by an addition carries differs from processor to processor, and copies are compared byte by byte.
+        macro_rules! add_floats {
+            ($number:ty, $sum:expr) => {
+                add!($number, |before: $number, value: $number| {
+                    let sum: $number = $sum(before, value);
+                    if sum.is_nan() { <$number>::NAN } else { sum }
+                })
+            };
+        }
         match self.rule {
             PatchRule::Overwrite { item_bytes: 1 } => each::<1>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { item_bytes: 2 } => each::<2>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { item_bytes: 4 } => each::<4>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { .. } => each::<8>(places, values, start, piece, |_, value| value),
             PatchRule::Add { number } => match number {
-                Number::F64 => add!(f64, |a: f64, b: f64| a + b),
-                Number::F32 => add!(f32, |a: f32, b: f32| a + b),
-                Number::F16 => add!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
-                Number::BF16 => add!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
+                Number::F64 => add_floats!(f64, |a: f64, b: f64| a + b),
+                Number::F32 => add_floats!(f32, |a: f32, b: f32| a + b),
+                Number::F16 => add_floats!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
+                Number::BF16 => add_floats!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
                 Number::I64 => add!(i64, i64::wrapping_add),
                 Number::I32 => add!(i32, i32::wrapping_add),
                 Number::I16 => add!(i16, i16::wrapping_add),
@@ -351,12 +368,27 @@ mod tests {
             add(Number::F16, &halves(&[65504.0, 0.1]), vec![0, 1], halves(&[65504.0, 0.2])),
             halves(&[f32::INFINITY, f16::from_f32(0.1).to_f32() + f16::from_f32(0.2).to_f32()])
         );
+        let infinite = bytes(&[f32::INFINITY]);
+        assert_eq!(add(Number::F32, &infinite, vec![0], bytes(&[f32::NEG_INFINITY])), bytes(&[f32::NAN]));
+        let odd = f32::from_bits(0xffc1_2345);
+        assert_eq!(add(Number::F32, &bytes(&[odd, odd]), vec![0], bytes(&[1.0])), bytes(&[f32::NAN, odd]));
         assert_eq!(add(Number::I8, &[127, 1], vec![0], vec![1]), [128, 1]);
         assert_eq!(add(Number::I8, &[1, 1], vec![1, 1, 1], vec![1, 2, 3]), [1, 7], "named three times");
         assert_eq!(
             add(Number::U64, &u64::MAX.to_le_bytes(), vec![0], 2_u64.to_le_bytes().to_vec()),
             1_u64.to_le_bytes()
         );
+    }
+
+    #[test]
+    fn an_element_that_is_added_to_more_often_than_fits_a_request_is_refused() {
+        let check = |times: usize| {
+            let rule = PatchRule::Add { number: Number::U8 };
+            let patch = UnitPatch { rule, elements: vec![3; times], values: vec![1; times] };
+            DeriveUnit { unit: 0, base_unit: 0, bytes: 4, blake3: None, patch: Some(&patch) }.check()
+        };
+        check(ENTRIES_MAX).unwrap();
+        assert!(check(ENTRIES_MAX + 1).unwrap_err().contains("element 3 of unit 0"));
     }
 
     #[test]

@@ -41,6 +41,11 @@ pub(crate) fn token_of(id: &InstanceId, holders: &[NodeEndpoint]) -> String {
     key().sign(&TokenClaims { holders: Some(holders_digest(holders)), ..claims(id, TokenRight::Read) })
 }
 
+/// A token for reading, with this end.
+pub(crate) fn token_until(id: &InstanceId, expires_unix_ms: u64) -> String {
+    key().sign(&TokenClaims { expires_unix_ms, ..claims(id, TokenRight::Read) })
+}
+
 fn claims(id: &InstanceId, right: TokenRight) -> TokenClaims {
     TokenClaims {
         instance: id.clone(),

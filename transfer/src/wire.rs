@@ -306,6 +306,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_peer_that_goes_is_noticed_while_nothing_is_read() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (left, right) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let tcp = [left.unwrap(), right.unwrap().0].map(|socket| Wire::new(Socket::Tcp(socket), STALL));
+        for (left, mut right) in [tcp.into(), pair()] {
+            let gone =
+                async |right: &Wire| tokio::time::timeout(Duration::from_millis(50), right.closed()).await.is_ok();
+            assert!(!gone(&right).await);
+            let mut left = left;
+            left.write_frame(&header(0, 0), &[], &[]).await.unwrap();
+            assert!(!gone(&right).await, "what it sent is still to be read");
+            right.read_header::<RequestHeader>(STALL).await.unwrap();
+            drop(left);
+            tokio::time::timeout(STALL, right.closed()).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
     async fn a_peer_that_does_not_move_is_given_up() {
         let (_left, mut right) = pair();
         let read = right.read_header::<RequestHeader>(Duration::from_millis(20)).await;

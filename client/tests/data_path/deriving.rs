@@ -2,7 +2,7 @@
 //! without.
 
 use ballast_client::delta::{self, Members, Semantics, SparseDelta};
-use ballast_client::{Progress, PutReport, Route, Source, UpsertOptions, WeightStore};
+use ballast_client::{Progress, PutReport, Route, Source, TensorData, TensorSource, UpsertOptions, WeightStore};
 use ballast_schemas::frame::ReadRange;
 use ballast_schemas::{
     BallastError, ClaimPhase, ErrorCode, MigrationMode, NodeEndpoint, NodeId, Residency, UpsertMode,
@@ -59,10 +59,14 @@ async fn apply(
 fn expect_target(cluster: &Cluster, node: &NodeStore) {
     let mut b = content(2, BYTES);
     b[7] = 99;
+    expect_units(cluster, node, &[content(1, BYTES), b]);
+}
+
+fn expect_units(cluster: &Cluster, node: &NodeStore, expected: &[Vec<u8>]) {
     let reader = node.reader(&cluster.instance()).unwrap();
-    for (unit, expected) in [(0, content(1, BYTES)), (1, b)] {
+    for (unit, expected) in (0..).zip(expected) {
         let range = ReadRange { unit, offset: 0, bytes: BYTES as u64 };
-        assert!(reader.hot(&range).unwrap().unwrap().bytes() == expected, "unit {unit} on {}", node.node());
+        assert!(reader.hot(&range).unwrap().unwrap().bytes() == expected.as_slice(), "unit {unit} on {}", node.node());
     }
 }
 
@@ -106,6 +110,26 @@ async fn a_delta_whose_base_nobody_has_right_fails_and_an_upsert_sends_what_it_c
     let writer = store.weight_upsert(tensors(2), &identity(1), 2, generation, options, progress).await.unwrap();
     let report = writer.commit().await.unwrap();
     assert_eq!(report.reused_bytes, BYTES as u64, "the one that is right");
+}
+
+#[tokio::test]
+async fn of_files_that_go_over_tcp_only_what_the_base_does_not_have_is_sent() {
+    let cluster = Cluster::start().await;
+    let store = cluster.store(Route::Tcp).await;
+    base_on(&cluster, &store, &[]).await;
+    let path = cluster.scratch.path().join("weights.bin");
+    let (a, c) = (content(1, BYTES), content(5, BYTES));
+    std::fs::write(&path, [c.clone(), a.clone()].concat()).unwrap();
+    let in_file = |name: &str, offset: u64| {
+        let data = TensorData::File { path: path.clone(), offset };
+        TensorSource { name: name.into(), dtype: "U8".into(), shape: vec![BYTES as u64], aliases: vec![], data }
+    };
+    let source = Source::from_tensors(vec![in_file("a", BYTES as u64), in_file("c", 0)]).unwrap();
+    let generation = cluster.desk.lock().unwrap().base.as_ref().unwrap().metadata_generation;
+    let (options, progress) = (UpsertOptions::default(), Progress::none());
+    let writer = store.weight_upsert(source, &identity(1), 2, generation, options, progress).await.unwrap();
+    assert_eq!(writer.commit().await.unwrap().reused_bytes, BYTES as u64);
+    expect_units(&cluster, &cluster.node, &[a, c]);
 }
 
 async fn upsert_without(cluster: &Cluster, store: &WeightStore) {
