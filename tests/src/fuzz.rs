@@ -500,6 +500,7 @@ fn messages() -> Vec<Target> {
         right: TokenRight::Import,
         subject: session_id.to_string(),
         part: None,
+        holders: None,
         expires_unix_ms: 60_000,
     };
     let of_part = TokenClaims { part: Some(TokenPart { participant: participant(0), epoch: 3 }), ..claims.clone() };

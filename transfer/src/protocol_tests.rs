@@ -11,7 +11,7 @@ use ballast_schemas::frame::{
 use ballast_schemas::manifest::{Manifest, ManifestPlan, Tensor};
 use ballast_schemas::{
     ErrorCode, InstanceId, NodeEndpoint, NodeId, ParticipantId, RevisionIdentity, TokenClaims, TokenPart, TokenRight,
-    UnitEffect, UnitRange,
+    UnitEffect, UnitRange, holders_digest,
 };
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
@@ -34,13 +34,32 @@ fn key() -> TokenKey {
 }
 
 pub(crate) fn token(id: &InstanceId, right: TokenRight) -> String {
-    token_of(id, right, None)
+    key().sign(&claims(id, right))
 }
 
-fn token_of(id: &InstanceId, right: TokenRight, part: Option<TokenPart>) -> String {
-    let subject = session().to_string();
-    let expires_unix_ms = now_unix_ms() + 600_000;
-    key().sign(&TokenClaims { instance: id.clone(), right, subject, part, expires_unix_ms })
+fn token_of_part(id: &InstanceId, right: TokenRight, part: Option<TokenPart>) -> String {
+    key().sign(&TokenClaims { part, ..claims(id, right) })
+}
+
+/// A token for reading what these nodes hold.
+pub(crate) fn token_of(id: &InstanceId, holders: &[NodeEndpoint]) -> String {
+    key().sign(&TokenClaims { holders: Some(holders_digest(holders)), ..claims(id, TokenRight::Read) })
+}
+
+/// A token for reading, with this end.
+pub(crate) fn token_until(id: &InstanceId, expires_unix_ms: u64) -> String {
+    key().sign(&TokenClaims { expires_unix_ms, ..claims(id, TokenRight::Read) })
+}
+
+fn claims(id: &InstanceId, right: TokenRight) -> TokenClaims {
+    TokenClaims {
+        instance: id.clone(),
+        right,
+        subject: session().to_string(),
+        part: None,
+        holders: None,
+        expires_unix_ms: now_unix_ms() + 600_000,
+    }
 }
 
 fn identity() -> RevisionIdentity {
@@ -350,6 +369,7 @@ async fn tokens_decide_what_a_connection_may_do() {
         right: TokenRight::Read,
         subject: "lease".into(),
         part: None,
+        holders: None,
         expires_unix_ms,
     };
     let foreign = TokenKey::new(&[1; 32]).unwrap().sign(&claims(u64::MAX));
@@ -569,7 +589,7 @@ async fn a_participant_speaks_for_its_own_fragments_alone() {
     let mut whole = node.connect(&id, TokenRight::Import, Route::Best).await;
     whole.allocate(&SIZES).await.unwrap();
     let part = TokenPart { participant: ParticipantId::new("rank0").unwrap(), epoch: 1 };
-    let own = token_of(&id, TokenRight::Import, Some(part));
+    let own = token_of_part(&id, TokenRight::Import, Some(part));
     let mut own = NodeConnection::connect(&node.endpoint, &own, &ConnectOptions::default()).await.unwrap();
     let base = token(&named(2), TokenRight::Read);
     let unit = DeriveUnit { unit: 0, base_unit: 0, bytes: SIZES[0], blake3: None, patch: None };

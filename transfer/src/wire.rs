@@ -145,6 +145,23 @@ impl Wire {
         Ok(self.descriptors.drain(..count).collect())
     }
 
+    /// Waits until the peer has closed the connection, which a peer that awaits an answer shows in no other way.
+    pub(crate) async fn closed(&self) {
+        let peek = |socket: BorrowedFd<'_>| {
+            let mut byte = [0];
+            let (bytes, _) = rustix::net::recv(socket, &mut byte, RecvFlags::PEEK)?;
+            Ok(bytes)
+        };
+        let peeked = match &self.socket {
+            Socket::Tcp(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+            Socket::Unix(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+        };
+        // A peer that has sent its next request already is still there.
+        if matches!(peeked, Ok(1..)) {
+            std::future::pending().await
+        }
+    }
+
     async fn receive(&mut self, buffer: &mut [u8], wait: Duration) -> Result<usize, WireError> {
         let received = match &mut self.socket {
             Socket::Tcp(socket) => tokio::time::timeout(wait, socket.read(buffer)).await,
@@ -297,6 +314,24 @@ mod tests {
         left.write_frame(&header(0, 1), &[], &[]).await.unwrap();
         right.read_header::<RequestHeader>(STALL).await.unwrap();
         assert!(right.take_descriptors(1).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_goes_is_noticed_while_nothing_is_read() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (left, right) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let tcp = [left.unwrap(), right.unwrap().0].map(|socket| Wire::new(Socket::Tcp(socket), STALL));
+        for (left, mut right) in [tcp.into(), pair()] {
+            let gone =
+                async |right: &Wire| tokio::time::timeout(Duration::from_millis(50), right.closed()).await.is_ok();
+            assert!(!gone(&right).await);
+            let mut left = left;
+            left.write_frame(&header(0, 0), &[], &[]).await.unwrap();
+            assert!(!gone(&right).await, "what it sent is still to be read");
+            right.read_header::<RequestHeader>(STALL).await.unwrap();
+            drop(left);
+            tokio::time::timeout(STALL, right.closed()).await.unwrap();
+        }
     }
 
     #[tokio::test]

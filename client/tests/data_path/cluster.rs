@@ -10,11 +10,11 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, ImportPart, ImportReply,
-    ImportSession, InstanceId, JoinImportReply, JoinImportRequest, LeaseGrant, LogPosition, LogTime, NodeEndpoint,
-    NodeId, OperationId, PartReply, PartRequest, ParticipantId, ReplacementClaim, Residency, RevisionIdentity,
-    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenPart, TokenRight,
-    UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, IdentityRequest, ImportPart,
+    ImportReply, ImportSession, InstanceId, JoinImportReply, JoinImportRequest, LeaseGrant, LogPosition, LogTime,
+    NodeEndpoint, NodeId, OperationId, PartReply, PartRequest, ParticipantId, ReplacementClaim, Residency,
+    RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenPart,
+    TokenRight, UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy, holders_digest,
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
@@ -59,6 +59,17 @@ pub struct Desk {
     /// Of sessions.
     pub ttl_ms: Option<u64>,
     pub claim: Option<ReplacementClaim>,
+    /// The base of a replacement, beside the record.
+    pub base: Option<WeightRevisionMetadata>,
+    /// What it becomes once a lease on it has been released.
+    pub base_later: Option<WeightRevisionMetadata>,
+    /// Where imports go and what leases name; none: the cluster's first node.
+    pub placement: Vec<NodeEndpoint>,
+    pub holders: Vec<NodeEndpoint>,
+    /// Tokens vouch for nobody.
+    pub vouches_not: bool,
+    /// All nodes but the first one.
+    pub others: Vec<Arc<NodeStore>>,
 }
 
 impl Desk {
@@ -82,7 +93,7 @@ pub struct Cluster {
     pub node: Arc<NodeStore>,
     pub server: EmbeddedServer,
     pub scratch: TempDir,
-    _memory: TempDir,
+    memory: TempDir,
 }
 
 pub fn identity(generation: u64) -> RevisionIdentity {
@@ -100,23 +111,9 @@ impl Cluster {
         // The error says what to run when there is no nats-server.
         let server = EmbeddedServer::start(ServerOptions::new(scratch.path().join("nats"))).await;
         let server = server.unwrap_or_else(|error| panic!("{error}"));
-        let node = open_node(memory.path(), &scratch.path().join("cold"));
-        let key = TokenKey::new(&[7; 32]).unwrap();
-        let gate = TokenGate::closed();
-        gate.set(key.clone());
-        let options = DataPlaneOptions {
-            unix_socket: Some(memory.path().join("node.sock")),
-            tcp: Some("127.0.0.1:0".parse().unwrap()),
-            ..options
-        };
-        let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
-        let endpoint = NodeEndpoint {
-            node: node.node().clone(),
-            host_id: host_id().unwrap(),
-            unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
-            tcp: plane.tcp_address().map(|address| address.to_string()),
-        };
-        tokio::spawn(plane.run(std::future::pending()));
+        let node = open_node("node-1", memory.path(), &scratch.path().join("cold"));
+        let (endpoint, _) = serve(&node, &memory.path().join("node.sock"), options).await;
+        let key = key();
         let desk = Arc::new(Mutex::new(Desk::default()));
         let answering = Answering { desk: desk.clone(), node: node.clone(), endpoint, key };
         let nats = async_nats::connect(server.url()).await.unwrap();
@@ -137,7 +134,23 @@ impl Cluster {
                 }
             }
         });
-        Self { desk, node, server, scratch, _memory: memory }
+        Self { desk, node, server, scratch, memory }
+    }
+
+    /// Another node. The handle stops it.
+    pub async fn another_node(&self, name: &str) -> (Arc<NodeStore>, NodeEndpoint, tokio::task::JoinHandle<()>) {
+        let node = open_node(name, &self.memory_of(name), &self.scratch.path().join(name));
+        let (endpoint, running) =
+            serve(&node, &self.memory.path().join(format!("{name}.sock")), DataPlaneOptions::default()).await;
+        self.desk.lock().unwrap().others.push(node.clone());
+        (node, endpoint, running)
+    }
+
+    /// The folder of another node's memory tier.
+    pub fn memory_of(&self, name: &str) -> std::path::PathBuf {
+        let folder = self.memory.path().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
     }
 
     pub async fn gateway(&self, route: Route) -> Gateway {
@@ -196,10 +209,33 @@ impl Cluster {
     }
 }
 
-fn open_node(memory: &Path, cold: &Path) -> Arc<NodeStore> {
+fn key() -> TokenKey {
+    TokenKey::new(&[7; 32]).unwrap()
+}
+
+async fn serve(
+    node: &Arc<NodeStore>,
+    socket: &Path,
+    options: DataPlaneOptions,
+) -> (NodeEndpoint, tokio::task::JoinHandle<()>) {
+    let gate = TokenGate::closed();
+    gate.set(key());
+    let options =
+        DataPlaneOptions { unix_socket: Some(socket.to_owned()), tcp: Some("127.0.0.1:0".parse().unwrap()), ..options };
+    let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
+    let endpoint = NodeEndpoint {
+        node: node.node().clone(),
+        host_id: host_id().unwrap(),
+        unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
+        tcp: plane.tcp_address().map(|address| address.to_string()),
+    };
+    (endpoint, tokio::spawn(plane.run(std::future::pending())))
+}
+
+fn open_node(name: &str, memory: &Path, cold: &Path) -> Arc<NodeStore> {
     std::fs::create_dir_all(cold).unwrap();
     let options = NodeStoreOptions {
-        node: NodeId::new("node-1").unwrap(),
+        node: NodeId::new(name).unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
         cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
     };
@@ -270,11 +306,29 @@ impl Answering {
             }
             "commit_import" => self.commit(&mut desk, read(&body)),
             "get_metadata" => {
-                let metadata = record(&desk)?;
+                let metadata = record_of(&desk, &read::<IdentityRequest>(&body).identity)?;
                 written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
             }
             "upsert" => {
                 let request: UpsertRequest = read(&body);
+                let same = desk
+                    .claim
+                    .as_ref()
+                    .is_some_and(|claim| Some(&claim.request_id) == request.replacement_request_id.as_ref());
+                if same && desk.base.is_some() {
+                    assert_eq!(
+                        desk.claim.as_ref().unwrap().expected_base_generation,
+                        request.expected_metadata_generation
+                    );
+                    return written(&ClaimReply { claim: desk.next_claim() });
+                }
+                if desk
+                    .base
+                    .as_ref()
+                    .is_some_and(|base| base.metadata_generation != request.expected_metadata_generation)
+                {
+                    return Err(BallastError::new(ErrorCode::StaleGeneration, "read it again and decide anew"));
+                }
                 desk.claim = Some(ReplacementClaim {
                     lineage: request.base.lineage(),
                     request_id: request.replacement_request_id.unwrap(),
@@ -291,20 +345,38 @@ impl Answering {
                 });
                 written(&ClaimReply { claim: desk.next_claim() })
             }
+            "get_upsert" if desk.claim.is_none() => Err(BallastError::new(ErrorCode::NotFound, "no such replacement")),
             "get_upsert" => written(&ClaimReply { claim: desk.next_claim() }),
             "acquire_lease" => self.lease(&mut desk, read(&body)),
             "renew_lease" => Err(BallastError::new(ErrorCode::NotReady, "the revision is retired")),
             "release_lease" => {
                 desk.leases.retain(|lease| *lease != body["lease_id"]);
+                if let Some(later) = desk.base_later.take() {
+                    desk.base = Some(later);
+                }
                 Ok(json!({"lapsed": desk.lapsed}))
             }
             other => panic!("nobody should call {other}"),
         }
     }
 
-    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str, part: Option<TokenPart>) -> String {
-        let (instance, subject) = (instance.clone(), subject.to_owned());
-        self.key.sign(&TokenClaims { instance, right, subject, part, expires_unix_ms: u64::MAX })
+    fn token(
+        &self,
+        instance: &InstanceId,
+        right: TokenRight,
+        subject: &str,
+        part: Option<TokenPart>,
+        holders: Option<&[NodeEndpoint]>,
+    ) -> String {
+        let claims = TokenClaims {
+            instance: instance.clone(),
+            right,
+            subject: subject.to_owned(),
+            part,
+            holders: holders.map(holders_digest),
+            expires_unix_ms: u64::MAX,
+        };
+        self.key.sign(&claims)
     }
 
     fn join(&self, desk: &mut Desk, request: JoinImportRequest) -> Result<Value, BallastError> {
@@ -313,7 +385,7 @@ impl Answering {
         *part = ImportPart { epoch: part.epoch + 1, heard_at: LOG_CLOCK, ..part.clone() };
         let part = part.clone();
         let own = TokenPart { participant: request.participant, epoch: part.epoch };
-        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own));
+        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own), None);
         let endpoint = desk.part_endpoint.clone().unwrap_or_else(|| self.endpoint.clone());
         written(&JoinImportReply { session, part, endpoints: vec![endpoint], token })
     }
@@ -362,14 +434,19 @@ impl Answering {
 
     fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
         let session = session(desk, &request.identity, &request.session_id)?;
-        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None);
-        written(&BeginImportReply { session, endpoints: vec![self.endpoint.clone()], token })
+        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None, None);
+        written(&BeginImportReply { session, endpoints: or_else(&desk.placement, &self.endpoint), token })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
         desk.expect_coordinator(request.coordinator.as_ref())?;
         let mut record = record(desk)?;
-        let receipt = self.node.receipt(&record.instance, &request.session_id).map_err(|error| error.to_error())?;
+        let placed = or_else(&desk.placement, &self.endpoint);
+        let nodes = desk.others.iter().chain([&self.node]);
+        let on = nodes.filter(|node| placed.iter().any(|endpoint| endpoint.node == *node.node()));
+        let receipts = on.map(|node| node.receipt(&record.instance, &request.session_id));
+        let receipts: Result<Vec<_>, _> = receipts.collect();
+        let receipt = receipts.map_err(|error| error.to_error())?.remove(0);
         assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
         record.manifest = Some(receipt.manifest);
         record.availability = Availability::Ready;
@@ -379,7 +456,7 @@ impl Answering {
     }
 
     fn lease(&self, desk: &mut Desk, request: AcquireLeaseRequest) -> Result<Value, BallastError> {
-        let revision = record(desk)?;
+        let revision = record_of(desk, &request.identity)?;
         let lease_id = request.lease_id.as_str().to_owned();
         if !desk.leases.contains(&lease_id) {
             desk.leases.push(lease_id.clone());
@@ -393,8 +470,25 @@ impl Answering {
             ttl_ms: request.ttl_ms,
             expires_at: LogTime(request.ttl_ms),
         };
-        let token = self.token(&instance, TokenRight::Read, &lease_id, None);
-        written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
+        let endpoints = or_else(&desk.holders, &self.endpoint);
+        let vouched = (!desk.vouches_not).then_some(endpoints.as_slice());
+        let token = self.token(&instance, TokenRight::Read, &lease_id, None, vouched);
+        written(&AcquireLeaseReply { lease, revision, endpoints, token })
+    }
+}
+
+fn or_else(endpoints: &[NodeEndpoint], first: &NodeEndpoint) -> Vec<NodeEndpoint> {
+    if endpoints.is_empty() { vec![first.clone()] } else { endpoints.to_vec() }
+}
+
+fn record_of(desk: &Desk, identity: &RevisionIdentity) -> Result<WeightRevisionMetadata, BallastError> {
+    match &desk.base {
+        Some(base) if base.identity == *identity => Ok(base.clone()),
+        Some(_) => record(desk).and_then(|record| {
+            let other = || BallastError::new(ErrorCode::NotFound, "no such revision");
+            (record.identity == *identity).then_some(record).ok_or_else(other)
+        }),
+        None => record(desk),
     }
 }
 

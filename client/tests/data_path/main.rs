@@ -2,6 +2,7 @@
 
 mod cluster;
 mod coordinating;
+mod deriving;
 mod events;
 mod getting;
 mod putting;

@@ -7,7 +7,7 @@ use ballast_schemas::{
     AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, BeginSharedImport,
     ClaimPhase, Command, CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef,
     NodeEndpoint, NodeId, Receipt, RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionReply,
-    SessionRequest, TokenRight, UpsertMode, WeightRevisionMetadata,
+    SessionRequest, UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 use futures::future::try_join_all;
@@ -55,8 +55,7 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
     let (position, reply) = context.submit_afresh(&request.options, command).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     let endpoints = endpoints_of(context, &session).await?;
-    let token =
-        context.tokens.issue(&session.instance, TokenRight::Import, session.session_id.as_str(), session.ttl_ms);
+    let token = context.tokens.issue_import(&session);
     Answer::new(position.seq, &BeginImportReply { session: *session, endpoints, token })
 }
 

@@ -298,6 +298,42 @@ impl NodeStore {
         }
     }
 
+    /// The checksum of the first `bytes` of a unit of an import, which were written in order and by nobody else.
+    ///
+    /// # Errors
+    /// As [`NodeStore::written_checksum`].
+    pub(crate) fn checksum_so_far(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        unit: u32,
+        bytes: u64,
+    ) -> Result<RunningChecksum, StoreError> {
+        if bytes == 0 {
+            return Ok(RunningChecksum::default());
+        }
+        let instance = self.served(id)?;
+        instance.check_session(session_id)?;
+        match lock(&instance.writes).units.get(unit as usize).map(|write| &write.order) {
+            Some(Order::Running(sum)) if sum.bytes() == bytes => Ok((**sum).clone()),
+            _ => Err(StoreError::Invalid(format!("unit {unit} of {id} is being written by somebody else as well"))),
+        }
+    }
+
+    /// The layout of an import.
+    ///
+    /// # Errors
+    /// When it is not here, or of another session.
+    pub(crate) fn import_layout(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+    ) -> Result<Arc<GroupLayout>, StoreError> {
+        let instance = self.served(id)?;
+        instance.check_session(session_id)?;
+        Ok(instance.layout.clone())
+    }
+
     /// Ends an import: refuses further writers, compares every unit in memory with its checksum, and makes manifest and
     /// index durable. Repeating it with the same manifest answers the same.
     ///

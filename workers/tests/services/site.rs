@@ -283,6 +283,7 @@ pub fn token(instance: &InstanceId, right: TokenRight, subject: &str) -> String 
         right,
         subject: subject.to_owned(),
         part: None,
+        holders: None,
         expires_unix_ms: u64::MAX / 2,
     };
     TokenKey::new(&KEY).unwrap().sign(&claims)
