@@ -45,6 +45,8 @@ pub struct Desk {
     pub session: Option<SessionId>,
     /// Of the run that coordinates the session, where it has several writers.
     pub epoch: u64,
+    /// Whether begins are answered without a node to go to.
+    pub without_nodes: bool,
     /// The phases of a replacement, as they are shown call after call; the last one stays.
     pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
@@ -330,9 +332,10 @@ impl Answering {
     }
 
     fn begun(&self, desk: &Desk, request: &BeginImportRequest, instance: &InstanceId) -> Result<Value, BallastError> {
+        let endpoints = if desk.without_nodes { vec![] } else { vec![self.endpoint.clone()] };
         written(&BeginImportReply {
             session: session(&request.identity, &request.session_id, instance, desk.epoch),
-            endpoints: vec![self.endpoint.clone()],
+            endpoints,
             token: self.token(instance, TokenRight::Import, request.session_id.as_str()),
         })
     }
