@@ -46,6 +46,8 @@ pub struct Desk {
     pub session: Option<SessionId>,
     /// Of the run that coordinates the session, where it has several writers.
     pub epoch: u64,
+    /// Whether begins are answered without a node to go to.
+    pub without_nodes: bool,
     /// The phases of a replacement, as they are shown call after call; the last one stays.
     pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
@@ -435,7 +437,8 @@ impl Answering {
     fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
         let session = session(desk, &request.identity, &request.session_id)?;
         let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None, None);
-        written(&BeginImportReply { session, endpoints: or_else(&desk.placement, &self.endpoint), token })
+        let endpoints = if desk.without_nodes { vec![] } else { or_else(&desk.placement, &self.endpoint) };
+        written(&BeginImportReply { session, endpoints, token })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {

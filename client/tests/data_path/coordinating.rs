@@ -78,6 +78,25 @@ async fn a_commit_of_a_coordinator_that_was_replaced_touches_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_that_fails_to_take_its_session_over_does_not_destroy_what_it_came_to_rescue() {
+    let cluster = Cluster::start().await;
+    let store = cluster.store(Route::Best).await;
+    let first = coordinate(&store).await.unwrap();
+    cluster.desk.lock().unwrap().without_nodes = true;
+    assert_eq!(coordinate(&store).await.unwrap_err().code, ErrorCode::Unavailable);
+    assert!(is_open(&cluster, &store).await);
+    drop(first);
+    eventually("what the first one says is refused", || cluster.calls("abort_import") == 1).await;
+    assert!(is_open(&cluster, &store).await);
+    // One that it has opened itself leaves nothing behind.
+    cluster.desk.lock().unwrap().record = None;
+    cluster.desk.lock().unwrap().session = None;
+    assert_eq!(coordinate(&store).await.unwrap_err().code, ErrorCode::Unavailable);
+    assert_eq!(cluster.calls("abort_import"), 2);
+    assert!(!is_open(&cluster, &store).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_coordinator_that_is_cancelled_while_it_waits_aborts_nothing() {
     let cluster = Cluster::start().await;
     let store = cluster.store(Route::Best).await;

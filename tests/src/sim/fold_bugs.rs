@@ -4,8 +4,8 @@
 use std::fmt;
 
 use ballast_schemas::{
-    AbortImport, Availability, Command, CommitImport, Envelope, ImportSession, RenewImport, RevisionIdentity, TenantId,
-    WeightRevisionMetadata,
+    AbortImport, Availability, ClaimPhase, Command, CommitImport, Envelope, ImportSession, RenewImport,
+    ReplacementClaim, RevisionIdentity, TenantId, UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::{Applied, FoldHalt, State, fold};
 use serde::de::{MapAccess, SeqAccess, Visitor};
@@ -273,7 +273,12 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
         }
         Bug::BaseRetiredEarly => {
             let early = all.iter().find(|record| {
-                let claim = state.claim(&record.identity.lineage()).filter(|claim| !claim.phase.is_terminal());
+                // Once the target is READY it would not be early.
+                let is_early = |claim: &&ReplacementClaim| {
+                    claim.mode == UpsertMode::PutFirst
+                        && matches!(claim.phase, ClaimPhase::PreparingTarget | ClaimPhase::TargetImporting)
+                };
+                let claim = state.claim(&record.identity.lineage()).filter(is_early);
                 record.availability == Availability::Ready
                     && claim.is_some_and(|claim| claim.base == record.identity && changed_claim(before, claim))
             });
@@ -311,7 +316,7 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
     }
 }
 
-fn changed_claim(before: &State, claim: &ballast_schemas::ReplacementClaim) -> bool {
+fn changed_claim(before: &State, claim: &ReplacementClaim) -> bool {
     before.claim(&claim.lineage) != Some(claim)
 }
 
