@@ -72,6 +72,13 @@ def extents(shape, name):
     return numbers
 
 
+def names_of(participants):
+    """The names of participants."""
+    if isinstance(participants, str) or not isinstance(participants, Iterable):
+        raise invalid(f"participants is {participants!r}; give a list of names")
+    return tuple(participants)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSharing:
     """How several participants put one snapshot. `participants` are those that have to bring a part, named by the one that
@@ -83,9 +90,7 @@ class WeightSharing:
     patience: float = 30.0
 
     def __post_init__(self):
-        if isinstance(self.participants, str):
-            raise invalid(f"participants is {self.participants!r}; give a list of names")
-        object.__setattr__(self, "participants", tuple(self.participants))
+        object.__setattr__(self, "participants", names_of(self.participants))
         names = (*self.participants, *(() if self.participant is None else (self.participant,)))
         for name in names:
             if not isinstance(name, str):
@@ -149,9 +154,11 @@ class WeightSnapshot:
     def shared(self, participants, *, participant=None, session=None, patience=30.0):
         """The same for the one that coordinates a put of several participants: it names them all, and which of them it is
         itself, if any. Its writer has the `session` for the others. Its commit waits for their parts: as long as they are at
-        work, and `patience` seconds for those that are silent or have not come, which it then names. A coordinator that
-        comes again with its own `session` goes on with it."""
-        participants = list(participants) if not isinstance(participants, str) else participants
+        work, and `patience` seconds for those that are silent or have not come, which it then names. A rank that has joined is
+        silent when its process was not heard of for 30 seconds; one that hangs while its process lives is waited for without
+        end, so a job that has a deadline interrupts the commit. A coordinator that comes again with its own `session` goes on
+        with it."""
+        participants = names_of(participants)
         if not participants:
             raise invalid("participants is empty; name everyone who brings a part")
         return dataclasses.replace(self, sharing=WeightSharing(participants, participant, session, patience))
