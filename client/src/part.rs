@@ -484,3 +484,35 @@ fn named(pieces: &Pieces, mut error: BallastError) -> BallastError {
     error.details["tensor"] = tensor.into();
     error
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::{TensorData, TensorSource};
+
+    #[test]
+    fn what_a_node_says_of_a_byte_names_the_tensor() {
+        let tensor = TensorSource {
+            name: "w".into(),
+            dtype: "U8".into(),
+            shape: vec![600],
+            aliases: vec![],
+            data: TensorData::Later,
+        };
+        let identity = RevisionIdentity::new("default", "default", "m", "main", 1).unwrap();
+        let (plan, units) = Source::from_tensors(vec![tensor]).unwrap().plan(&identity).unwrap();
+        let pieces = Pieces::new(&plan, &units);
+        let said = |details: Value| {
+            let error = named(&pieces, BallastError::new(ErrorCode::Conflict, "they overlap").with_details(details));
+            (error.message, error.details["tensor"].clone())
+        };
+        let both = json!(["rank0", "rank1"]);
+        let (message, tensor) = said(json!({"unit": 0, "offset": 0, "participants": both, "reason": "OTHER_BYTES"}));
+        assert!(message.starts_with("participants rank0 and rank1 hold different bytes for tensor \"w\""), "{message}");
+        assert_eq!(tensor, "w");
+        let overlap = said(json!({"unit": 0, "offset": 512, "participants": both}));
+        assert_eq!(overlap, ("tensor \"w\": they overlap".to_owned(), "w".into()));
+        assert_eq!(said(json!({"unit": 7, "offset": 0})), ("they overlap".to_owned(), Value::Null));
+        assert_eq!(said(Value::Null), ("they overlap".to_owned(), Value::Null));
+    }
+}

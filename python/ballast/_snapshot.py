@@ -79,6 +79,13 @@ def extents(shape, name, what="shape"):
     return numbers
 
 
+def names_of(participants):
+    """The names of participants."""
+    if isinstance(participants, str) or not isinstance(participants, Iterable):
+        raise invalid(f"participants is {participants!r}; give a list of names")
+    return tuple(participants)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightSharing:
     """How several participants put one snapshot. `participants` are those that have to bring a part, named by the one that
@@ -90,9 +97,7 @@ class WeightSharing:
     patience: float = 30.0
 
     def __post_init__(self):
-        if isinstance(self.participants, str):
-            raise invalid(f"participants is {self.participants!r}; give a list of names")
-        object.__setattr__(self, "participants", tuple(self.participants))
+        object.__setattr__(self, "participants", names_of(self.participants))
         names = (*self.participants, *(() if self.participant is None else (self.participant,)))
         for name in names:
             if not isinstance(name, str):
@@ -156,11 +161,13 @@ class WeightSnapshot:
     def shared(self, participants, *, participant=None, session=None, patience=30.0):
         """The same for the one that coordinates a put of several participants: it names them all, and which of them it is
         itself, if any. Its writer has the `session` for the others. Its commit waits for their parts: as long as they are at
-        work, and `patience` seconds for those that are silent or have not come, which it then names.
+        work, and `patience` seconds for those that are silent or have not come, which it then names. A rank that has joined is
+        silent when its process was not heard of for 30 seconds; one that hangs while its process lives is waited for without
+        end, so a job that has a deadline interrupts the commit.
 
         A coordinator that comes again with its own `session` takes it over as it stands; the run before it is refused from
         then on. After an error it leaves such a session open; only `abort()` deletes what is in it."""
-        participants = list(participants) if not isinstance(participants, str) else participants
+        participants = names_of(participants)
         if not participants:
             raise invalid("participants is empty; name everyone who brings a part")
         return dataclasses.replace(self, sharing=WeightSharing(participants, participant, session, patience))

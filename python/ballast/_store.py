@@ -238,10 +238,12 @@ class WeightStore:
         it is `None`). The tensors go to the nodes as they are put; the revision is READY once the writer has committed.
 
         The ranks of a training job put one revision together: one of them puts `snapshot.shared(...)` and commits, the
-        others put their `snapshot.part(...)`.
+        others put their `snapshot.part(...)`. The policy is that one's to say.
         """
         if not isinstance(snapshot, WeightSnapshot):
             raise invalid(f"snapshot is a {type(snapshot).__name__}; give a ballast.WeightSnapshot")
+        if policy is not None and snapshot.sharing is not None and not snapshot.sharing.participants:
+            raise invalid("a part has no policy of its own: give it to the put that shares the snapshot")
         identity = snapshot.identity(tenant_id)
         tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
         native = self._connection.client(self._cancel).put(

@@ -356,6 +356,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(store, name):
     snapshot = WeightSnapshot.from_tensors(tensors(33), resource_id=name, weight_generation=1)
     for wrong in (
         lambda: snapshot.shared([]), lambda: snapshot.shared(["a", "a"]), lambda: snapshot.shared("rank0"),
+        lambda: snapshot.shared(None), lambda: snapshot.shared(7), lambda: snapshot.shared(iter(())),
+        lambda: store.weight_put(snapshot.part("rank0", "s"), policy=HOT),
         lambda: snapshot.shared([1]), lambda: snapshot.shared(RANKS, participant="rank7"), lambda: snapshot.part("rank0", None),
         lambda: snapshot.part(None, "s"), lambda: store.weight_put(snapshot.shared(["has a space"])),
         lambda: store.weight_put(snapshot.shared(RANKS, patience=-1.0)), lambda: store.weight_put(snapshot.part("rank0", "a b")),
@@ -364,6 +366,16 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(store, name):
             wrong()
     with pytest.raises(ballast.NotFoundError):
         store.weight_put(snapshot.part("rank0", "nobodys"))
+
+
+def test_a_tensor_of_no_elements_is_nobodys_to_send(store, name):
+    values = {"w": np.arange(6, dtype=np.float32), "none": np.zeros((0, 5), dtype=np.float32)}
+    snapshot = WeightSnapshot.from_tensors(values, resource_id=name, weight_generation=1)
+    with store.weight_put(snapshot.shared(RANKS, participant="rank0"), policy=HOT) as first:
+        first.weight_put_tensor("none", values["none"])
+        with store.weight_put(snapshot.part("rank1", first.session)) as second:
+            second.weight_put_tensor("w", values["w"])
+    loaded(store, first.identity, values)
 
 
 def test_ranks_in_asyncio(cluster, store, name):
