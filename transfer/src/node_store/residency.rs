@@ -372,10 +372,14 @@ impl Instance {
             match files.check(run.segment) {
                 Ok(()) => {}
                 Err(error) if is_missing(&error) => {
-                    tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
                     let state = lock(&self.state);
                     let here = self.layout.units_of(run.segment).filter(|&unit| state.units.cold().get(unit));
+                    let before = gone.len();
                     gone.extend(here);
+                    // Before the first demotion there is none, and nothing in it.
+                    if gone.len() > before {
+                        tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
+                    }
                 }
                 Err(error) => return Err(StoreError::on_tier(Tier::Cold, error)),
             }
