@@ -18,7 +18,7 @@ pub(crate) fn raise(py: Python<'_>, error: &BallastError) -> PyErr {
 
 /// INVALID_ARGUMENT for JSON of our own Python side that does not parse.
 pub(crate) fn read_json<T: serde::de::DeserializeOwned>(what: &str, text: &str) -> Result<T, BallastError> {
-    serde_json::from_str(text).map_err(|error| BallastError::invalid(format!("{what} is wrong: {error}")))
+    ballast_schemas::read_json(what, text.as_bytes())
 }
 
 /// JSON for our own Python side.

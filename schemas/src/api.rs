@@ -1,15 +1,13 @@
 //! Request and reply bodies of the gateway's verbs (JSON on `ballast.v1.<tenant>.<verb>`). Unknown fields are refused.
-//!
-//! Every request may carry `min_log_seq` (read your own writes through any gateway), `consistency` and, for
-//! mutations, `request_id` (idempotency key). Every reply carries `log_seq` and one of the bodies below, or `error`.
+//! Every reply carries `log_seq` and one of the bodies below, or `error`. Not here: how a request is read, and what every one of
+//! them may carry (`request.rs`).
 
 use serde::{Deserialize, Serialize};
 
 use crate::command::{Coordinator, default_import_ttl_ms, default_lease_ttl_ms};
 use crate::digest::Digest;
-use crate::error::BallastError;
 use crate::identity::{Component, RevisionIdentity};
-use crate::limits::{LIST_LIMIT_DEFAULT, REQUEST_BYTES_MAX};
+use crate::limits::LIST_LIMIT_DEFAULT;
 use crate::metadata::{
     ImportPart, ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata,
 };
@@ -18,9 +16,6 @@ use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{InstanceId, LeaseId, OperationId, ParticipantId, SessionId, WriterId};
 use crate::state::{Residency, UpsertMode};
 use crate::time::LogTime;
-
-/// Of the place where a request is wrong; names in it may be the caller's own.
-const PATH_CHARS_SHOWN: usize = 100;
 
 /// Every verb, as it stands in the subject.
 pub const VERBS: &[&str] = &[
@@ -57,172 +52,6 @@ pub const VERBS: &[&str] = &[
     "clock",
     "status",
 ];
-
-/// How fresh a query's answer must be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Consistency {
-    /// Whatever this gateway has folded (and at least `min_log_seq`).
-    #[default]
-    Local,
-    /// Everything that was durable when the query arrived.
-    Linearizable,
-}
-
-/// What every request may carry beside its own fields.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RequestOptions {
-    /// Idempotency key of a mutation; a random one otherwise.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request_id: Option<String>,
-    /// Of a mutation: refused after this moment of the log clock (`clock` tells it), however late the request arrives. Good
-    /// for a minute and a half at most; without it, a minute from when a gateway reads the request.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub not_after: Option<LogTime>,
-    /// Answer only after having folded this sequence.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub min_log_seq: Option<u64>,
-    /// For queries.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub consistency: Consistency,
-}
-
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
-}
-
-/// A request: its own fields and, under `options`, what every request may carry.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Request<B> {
-    /// The verb's own fields.
-    #[serde(flatten)]
-    pub body: B,
-    /// What every request may carry.
-    #[serde(skip_serializing_if = "is_default")]
-    pub options: RequestOptions,
-}
-
-impl<B: serde::de::DeserializeOwned> Request<B> {
-    /// Reads a request body strictly. An empty body is an empty object.
-    ///
-    /// # Errors
-    /// `INVALID_ARGUMENT` when it is too large, not a JSON object, or has a wrong or unknown field.
-    pub fn from_json(bytes: &[u8]) -> Result<Self, BallastError> {
-        if bytes.len() > REQUEST_BYTES_MAX {
-            let message = format!("the request has {} bytes; at most {REQUEST_BYTES_MAX} are allowed", bytes.len());
-            return Err(BallastError::invalid(message));
-        }
-        let wrong = |error: serde_json::Error| BallastError::invalid(format!("the request body is wrong: {error}"));
-        let named = |within: &str, error: serde_path_to_error::Error<serde_json::Error>| {
-            let path: String = error.path().to_string().chars().take(PATH_CHARS_SHOWN).collect();
-            match (within, path.as_str()) {
-                ("", ".") => wrong(error.into_inner()),
-                ("", path) => {
-                    BallastError::invalid(format!("the request body is wrong at `{path}`: {}", error.inner()))
-                }
-                (within, ".") => {
-                    BallastError::invalid(format!("the request body is wrong at `{within}`: {}", error.inner()))
-                }
-                (within, path) => {
-                    BallastError::invalid(format!("the request body is wrong at `{within}.{path}`: {}", error.inner()))
-                }
-            }
-        };
-        let text: &[u8] = if bytes.is_empty() { b"{}" } else { bytes };
-        // Flattening would let unknown fields pass, so `options` is taken out by hand and both parts are read strictly.
-        let Once(serde_json::Value::Object(mut fields)) = serde_json::from_slice(text).map_err(wrong)? else {
-            return Err(BallastError::invalid("the request body is wrong: it is no map of fields (a JSON object)"));
-        };
-        let options = match fields.remove("options") {
-            Some(options) => serde_path_to_error::deserialize(options).map_err(|error| named("options", error))?,
-            None => RequestOptions::default(),
-        };
-        // The one list that a verb takes: of names, which no reader takes a list for.
-        let may_be_list = |name: &str| name == "participants";
-        if let Some((name, _)) = fields.iter().find(|(name, value)| holds_list(value) && !may_be_list(name)) {
-            let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
-            return Err(BallastError::invalid(format!(
-                "the request body is wrong at `{name}`: it holds a list, which this field never is"
-            )));
-        }
-        let body =
-            serde_path_to_error::deserialize(serde_json::Value::Object(fields)).map_err(|error| named("", error))?;
-        Ok(Self { body, options })
-    }
-}
-
-/// Any JSON in which no object names a field twice: the last one would win, whatever the first one said.
-struct Once(serde_json::Value);
-
-impl<'de> Deserialize<'de> for Once {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(OnceVisitor).map(Self)
-    }
-}
-
-struct OnceVisitor;
-
-impl<'de> serde::de::Visitor<'de> for OnceVisitor {
-    type Value = serde_json::Value;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("JSON")
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Self::Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Self::Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Self::Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Self::Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Self::Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_unit<E>(self) -> Result<Self::Value, E> {
-        Ok(serde_json::Value::Null)
-    }
-
-    fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
-        let mut list = Vec::new();
-        while let Some(Once(item)) = items.next_element()? {
-            list.push(item);
-        }
-        Ok(list.into())
-    }
-
-    fn visit_map<A: serde::de::MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
-        let mut fields = serde_json::Map::new();
-        while let Some((name, Once(value))) = entries.next_entry::<String, Once>()? {
-            if fields.contains_key(&name) {
-                let name: String = name.chars().take(PATH_CHARS_SHOWN).collect();
-                return Err(serde::de::Error::custom(format_args!("the field `{name}` is there twice")));
-            }
-            fields.insert(name, value);
-        }
-        Ok(fields.into())
-    }
-}
-
-/// Derived readers take a list for an object, field by position: `"policy": []` would be the default policy.
-fn holds_list(value: &serde_json::Value) -> bool {
-    match value {
-        serde_json::Value::Array(_) => true,
-        serde_json::Value::Object(fields) => fields.values().any(holds_list),
-        _ => false,
-    }
-}
 
 macro_rules! body {
     ($(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty,)* }) => {
@@ -571,6 +400,7 @@ body! {
         /// Whose.
         identity: RevisionIdentity,
         /// HOT, COLD or MIXED.
+        #[serde(deserialize_with = "crate::policy::preferred")]
         target: Residency,
         /// MIXED only; `null`: the policy's.
         #[serde(default)]
@@ -702,38 +532,5 @@ body! {
         default_policy: WeightStoragePolicy,
         /// Nodes heard of.
         nodes: Vec<NodeStatus>,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_request_with_a_wrong_or_unknown_field_is_refused_by_name() {
-        let read = |text: &str| Request::<OperationRequest>::from_json(text.as_bytes());
-        assert!(read(r#"{"operation_id":"op-1.0","options":{"min_log_seq":3}}"#).is_ok());
-        for (text, word) in [
-            (r#"{"operation_id":"op-1.0","color":1}"#, "color"),
-            (r#"{"operation_id":"op-1.0","options":{"color":1}}"#, "color"),
-            (r#"{"operation_id":""}"#, "OperationId"),
-            (r#"{"operation_id":7}"#, "`operation_id`"),
-            (r#"{"operation_id":"op-1.0","options":{"min_log_seq":"x"}}"#, "`options.min_log_seq`"),
-            ("{}", "operation_id"),
-            ("[]", "map"),
-            (r#"{"operation_id":"op-1.0","operation_id":"op-2.0"}"#, "`operation_id` is there twice"),
-            (
-                r#"{"operation_id":"op-1.0","options":{"min_log_seq":1,"min_log_seq":2}}"#,
-                "`min_log_seq` is there twice",
-            ),
-            ("not json", "expected"),
-        ] {
-            let error = read(text).unwrap_err();
-            assert!(error.message.contains(word), "{text}: {error}");
-        }
-        let policy = r#"{"identity":{"namespace":"n","resource_id":"r","revision":"v","weight_generation":1},"policy":[],"expected_metadata_generation":1}"#;
-        let error = Request::<UpdatePolicyRequest>::from_json(policy.as_bytes()).unwrap_err();
-        assert!(error.message.contains("`policy`: it holds a list"), "{error}");
-        assert!(read(&" ".repeat(2 << 20)).unwrap_err().message.contains("2097152"));
     }
 }

@@ -24,6 +24,7 @@ mod outcome;
 pub mod placement;
 mod policy;
 mod position;
+mod request;
 mod shared;
 mod state;
 pub mod subject;
@@ -54,6 +55,7 @@ pub use position::{
     ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, ReplicaId, SessionId,
     WorkerId, WriterId,
 };
+pub use request::{Consistency, Request, RequestOptions, read_json};
 pub use shared::Shared;
 pub use state::*;
 pub use time::LogTime;

@@ -8,10 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::BallastError;
 use crate::limits::OBJECT_KEY_BYTES_MAX;
+use crate::request::read_json;
+use crate::text;
 
 /// What a node is asked about its ordinary objects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "op", rename_all = "snake_case", try_from = "RawObjectRequest")]
 pub enum ObjectRequest {
     /// Store the bytes that follow under a key, in place of what was there.
     Put {
@@ -31,15 +33,58 @@ pub enum ObjectRequest {
     /// Name the objects, in the order of their keys.
     List {
         /// Only keys after this one.
-        #[serde(default)]
         after: String,
     },
     /// Remove every object.
     Clear {
         /// Only count.
-        #[serde(default)]
         dry_run: bool,
     },
+}
+
+/// A request as it is read: flat, since a reader of tagged variants could not say which field is wrong.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawObjectRequest {
+    op: Op,
+    key: Option<ObjectKey>,
+    after: Option<String>,
+    dry_run: Option<bool>,
+}
+
+struct Op(&'static str);
+
+impl<'de> Deserialize<'de> for Op {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        text::one_of(deserializer, &["put", "get", "remove", "list", "clear"], |op| op).map(Self)
+    }
+}
+
+impl TryFrom<RawObjectRequest> for ObjectRequest {
+    type Error = String;
+
+    fn try_from(raw: RawObjectRequest) -> Result<Self, String> {
+        let RawObjectRequest { op: Op(op), key, after, dry_run } = raw;
+        let takes =
+            |field: &str, is_there: bool| if is_there { Err(format!("{op} takes no `{field}`")) } else { Ok(()) };
+        if op != "list" {
+            takes("after", after.is_some())?;
+        }
+        if op != "clear" {
+            takes("dry_run", dry_run.is_some())?;
+        }
+        if matches!(op, "list" | "clear") {
+            takes("key", key.is_some())?;
+        }
+        let key = || key.ok_or_else(|| format!("{op} needs a `key`"));
+        Ok(match op {
+            "put" => Self::Put { key: key()? },
+            "get" => Self::Get { key: key()? },
+            "remove" => Self::Remove { key: key()? },
+            "list" => Self::List { after: after.unwrap_or_default() },
+            _ => Self::Clear { dry_run: dry_run.unwrap_or_default() },
+        })
+    }
 }
 
 /// A node's answer to an [`ObjectRequest`].
@@ -187,10 +232,10 @@ pub fn object_message<T: Serialize>(head: &T, bytes: &[u8]) -> Result<Vec<u8>, s
 /// The head of a message, and where its bytes begin.
 ///
 /// # Errors
-/// When the first line is not the JSON expected.
-pub fn object_head<T: DeserializeOwned>(message: &[u8]) -> Result<(T, usize), serde_json::Error> {
+/// `INVALID_ARGUMENT` when the first line is not the JSON expected.
+pub fn object_head<T: DeserializeOwned>(message: &[u8]) -> Result<(T, usize), BallastError> {
     let line = message.iter().position(|byte| *byte == b'\n').unwrap_or(message.len());
-    let head = serde_json::from_slice(message.get(..line).unwrap_or_default())?;
+    let head = read_json("the first line", message.get(..line).unwrap_or_default())?;
     Ok((head, line.saturating_add(1).min(message.len())))
 }
 
@@ -210,6 +255,30 @@ mod tests {
         for wrong in ["", "{}", r#"{"op":"put","key":""}"#, r#"{"op":"get","key":"a\nb"}"#, r#"{"op":"burn"}"#] {
             assert!(object_head::<ObjectRequest>(wrong.as_bytes()).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_wrong_request_names_its_field() {
+        for (wrong, words) in [
+            (r#"{"op":"burn"}"#, "`op`"),
+            (r#"{"op":{"put":null}}"#, "`op`"),
+            (r#"{"op":"put"}"#, "put needs a `key`"),
+            (r#"{"op":"put","key":1}"#, "`key`"),
+            (r#"{"op":"get","key":""}"#, "`key`"),
+            (r#"{"op":"get","key":NaN}"#, "`key`"),
+            (r#"{"op":"get","key":"a","key":"b"}"#, "`key`"),
+            (r#"{"op":"list","after":3}"#, "`after`"),
+            (r#"{"op":"list","key":"a"}"#, "list takes no `key`"),
+            (r#"{"op":"clear","dry_run":"yes"}"#, "`dry_run`"),
+            (r#"{"op":"get","key":"a","dry_run":true}"#, "get takes no `dry_run`"),
+            (r#"{"op":"get","key":"a","color":1}"#, "`color`"),
+            (r#"["clear"]"#, "first line"),
+        ] {
+            let error = object_head::<ObjectRequest>(wrong.as_bytes()).unwrap_err();
+            assert!(error.message.contains(words), "{wrong}: {error}");
+        }
+        let long = format!(r#"{{"op":"get","key":"{}"}}"#, "k".repeat(1 << 20));
+        assert!(object_head::<ObjectRequest>(long.as_bytes()).unwrap_err().message.len() < 2000);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::state::{MigrationMode, Residency};
+use crate::text;
 
 /// Why a policy is refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -80,7 +81,7 @@ impl HotRatio {
     /// # Errors
     /// When it is not a number above 0 and below 1.
     pub fn from_f64(ratio: f64) -> Result<Self, PolicyError> {
-        let error = || PolicyError::Ratio { given: ratio.to_string() };
+        let error = || PolicyError::Ratio { given: format!("{ratio:?}") };
         if !ratio.is_finite() || ratio <= 0.0 || ratio >= 1.0 {
             return Err(error());
         }
@@ -126,12 +127,17 @@ impl Default for WeightStoragePolicy {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawPolicy {
-    #[serde(default = "default_preferred")]
+    #[serde(default = "default_preferred", deserialize_with = "preferred")]
     preferred_residency: Residency,
     #[serde(default = "default_ratio")]
     mixed_hot_ratio: HotRatio,
     #[serde(default = "default_mode")]
     migration_mode: MigrationMode,
+}
+
+/// Reads a residency that something can be moved to.
+pub(crate) fn preferred<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Residency, D::Error> {
+    text::one_of(deserializer, &[Residency::Hot, Residency::Cold, Residency::Mixed], Residency::name)
 }
 
 fn default_preferred() -> Residency {

@@ -4,10 +4,12 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::text;
+
 macro_rules! wire_enum {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $number:literal as $text:literal,)+ }) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
         pub enum $name {
             $($(#[$vdoc])* #[serde(rename = $text)] $variant,)+
         }
@@ -32,6 +34,12 @@ macro_rules! wire_enum {
             #[must_use]
             pub fn from_name(text: &str) -> Option<Self> {
                 Self::ALL.iter().copied().find(|value| value.name().eq_ignore_ascii_case(text))
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                text::one_of(deserializer, Self::ALL, Self::name)
             }
         }
 

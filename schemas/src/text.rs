@@ -4,7 +4,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{Deserializer, Error, Visitor};
+use serde::de::{Deserializer, Error, Unexpected, Visitor};
 
 struct Text<T, E> {
     read: fn(&str) -> Result<T, E>,
@@ -29,6 +29,38 @@ pub(crate) fn deserialize<'de, T, E: fmt::Display, D: Deserializer<'de>>(
     read: fn(&str) -> Result<T, E>,
 ) -> Result<T, D::Error> {
     deserializer.deserialize_str(Text { read, error: PhantomData })
+}
+
+/// One of some values, by its name.
+struct OneOf<T: 'static> {
+    among: &'static [T],
+    name: fn(T) -> &'static str,
+}
+
+impl<T: Copy> Visitor<'_> for OneOf<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("one of the strings")?;
+        for (index, value) in self.among.iter().enumerate() {
+            write!(f, "{} {:?}", if index == 0 { "" } else { "," }, (self.name)(*value))?;
+        }
+        Ok(())
+    }
+
+    fn visit_str<D: Error>(self, text: &str) -> Result<T, D> {
+        let found = self.among.iter().copied().find(|value| (self.name)(*value) == text);
+        found.ok_or_else(|| D::invalid_value(Unexpected::Str(text), &self))
+    }
+}
+
+/// Reads one of the names of `among`, as a string and in no other form: derived readers of enums also take `{"HOT": null}`.
+pub(crate) fn one_of<'de, T: Copy, D: Deserializer<'de>>(
+    deserializer: D,
+    among: &'static [T],
+    name: fn(T) -> &'static str,
+) -> Result<T, D::Error> {
+    deserializer.deserialize_str(OneOf { among, name })
 }
 
 /// Serialises a type as its `as_str()` and reads it through `$read: fn(&str) -> Result<Self, _>`.

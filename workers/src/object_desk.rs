@@ -53,11 +53,7 @@ impl ObjectDesk {
 }
 
 fn carry_out(store: &NodeStore, message: &Bytes) -> Result<(ObjectReply, Bytes), BallastError> {
-    let (request, at) = object_head::<ObjectRequest>(message).map_err(|error| {
-        BallastError::invalid(format!(
-            "the first line is no request about an object ({error}); expected {{\"op\": put, get, remove, list or clear, …}}"
-        ))
-    })?;
+    let (request, at) = object_head::<ObjectRequest>(message)?;
     perform(store, request, message.slice(at..)).map_err(|error| error.to_error())
 }
 
