@@ -227,7 +227,7 @@ pub struct IdentityParts {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 struct RawIdentity<'a> {
     #[serde(borrow, default = "default_tenant_text")]
     tenant_id: Cow<'a, str>,

@@ -125,7 +125,7 @@ impl Default for WeightStoragePolicy {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 struct RawPolicy {
     #[serde(default = "default_preferred", deserialize_with = "preferred")]
     preferred_residency: Residency,

@@ -42,7 +42,7 @@ impl<'de> Deserialize<'de> for Consistency {
 
 /// What every request may carry beside its own fields.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 pub struct RequestOptions {
     /// Idempotency key of a mutation; a random one otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -120,8 +120,10 @@ fn from_value<T: DeserializeOwned>(within: &str, value: Value) -> Result<T, Ball
 
 fn wrong(what: &str, within: &str, error: serde_path_to_error::Error<serde_json::Error>) -> BallastError {
     let path = error.path().to_string();
-    let path = match (within, path.as_str()) {
-        (within, ".") => within.to_owned(),
+    // A question mark stands for a field whose name is not read yet.
+    let path = path.trim_end_matches('?').trim_end_matches('.');
+    let path = match (within, path) {
+        (within, "") => within.to_owned(),
         ("", path) => path.to_owned(),
         (within, path) => format!("{within}.{path}"),
     };
@@ -288,6 +290,7 @@ mod tests {
         for error in errors {
             assert!(error.message.chars().count() <= MESSAGE_CHARS_MAX + 1, "{error}");
         }
+        assert!(migrate("target", &text).message.contains("MIXED"));
         assert!(migrate("mixed_hot_ratio", "1e308").message.contains("1e308"));
     }
 
@@ -308,7 +311,9 @@ mod tests {
                 r#"{"operation_id":"op-1.0","options":{"min_log_seq":1,"min_log_seq":2}}"#,
                 "`min_log_seq` is there twice",
             ),
-            ("not json", "expected"),
+            ("not json", "is wrong: expected"),
+            ("{", "is wrong: EOF"),
+            (r#"{"options":{"min"#, "at `options`: EOF"),
         ] {
             let error = read(text).unwrap_err();
             assert!(error.message.contains(word), "{text}: {error}");

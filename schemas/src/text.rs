@@ -6,6 +6,9 @@ use std::marker::PhantomData;
 
 use serde::de::{Deserializer, Error, Unexpected, Visitor};
 
+/// Characters of a name that is none of those taken.
+const NAME_CHARS_SHOWN: usize = 100;
+
 struct Text<T, E> {
     read: fn(&str) -> Result<T, E>,
     error: PhantomData<E>,
@@ -50,7 +53,10 @@ impl<T: Copy> Visitor<'_> for OneOf<T> {
 
     fn visit_str<D: Error>(self, text: &str) -> Result<T, D> {
         let found = self.among.iter().copied().find(|value| (self.name)(*value) == text);
-        found.ok_or_else(|| D::invalid_value(Unexpected::Str(text), &self))
+        found.ok_or_else(|| {
+            let shown: String = text.chars().take(NAME_CHARS_SHOWN).collect();
+            D::invalid_value(Unexpected::Str(&shown), &self)
+        })
     }
 }
 

@@ -91,9 +91,6 @@ pub(super) fn list(request: &ListRequest) -> Result<(), BallastError> {
 
 pub(super) fn migrate(request: &MigrateRequest) -> Result<(), BallastError> {
     let target = request.target;
-    if !matches!(target, Residency::Hot | Residency::Cold | Residency::Mixed) {
-        return Err(BallastError::invalid(format!("target is {target}; it must be HOT, COLD or MIXED")));
-    }
     if request.mixed_hot_ratio.is_some() && target != Residency::Mixed {
         return Err(BallastError::invalid(format!(
             "mixed_hot_ratio is given but target is {target}; it only goes with MIXED"
@@ -200,13 +197,12 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_needs_a_reachable_target() {
+    fn a_ratio_goes_with_a_mixed_target() {
         let check = |target: &str, ratio: Value| {
             let body = json!({"identity": identity(1), "target": target, "mixed_hot_ratio": ratio, "expected_metadata_generation": 1});
             migrate(&read(body))
         };
         assert!(check("MIXED", json!(0.25)).is_ok() && check("COLD", Value::Null).is_ok());
-        assert!(check("ABSENT", Value::Null).unwrap_err().message.contains("ABSENT"));
         assert!(check("HOT", json!(0.5)).unwrap_err().message.contains("mixed_hot_ratio"));
     }
 
