@@ -234,7 +234,7 @@ pub struct BeginSharedImport {
 /// Which run speaks for a session with several writers: one under an older epoch than the session's is refused, and so is
 /// what was meant for other bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 pub struct Coordinator {
     /// Whose bytes, as its begin answered.
     pub instance: InstanceId,

@@ -94,9 +94,9 @@ impl<B: DeserializeOwned> Request<B> {
             None => RequestOptions::default(),
         };
         // The one list that a verb takes: of names, which no reader takes a list for.
-        let may_be_list = |name: &str| name == "participants";
-        if let Some((name, _)) = fields.iter().find(|(name, value)| holds_list(value) && !may_be_list(name)) {
-            return Err(wrong_at(WHAT, name, &"it holds a list, which this field never is"));
+        let others = fields.iter().filter(|(name, _)| *name != "participants");
+        if let Some(path) = others.filter_map(|(name, value)| path_to_list(name, value)).next() {
+            return Err(wrong_at(WHAT, &path, &"it holds a list, which this field never is"));
         }
         Ok(Self { body: from_value("", Value::Object(fields))?, options })
     }
@@ -210,11 +210,13 @@ impl<'de> serde::de::Visitor<'de> for OnceVisitor {
 }
 
 /// Derived readers take a list for an object, field by position: `"policy": []` would be the default policy.
-fn holds_list(value: &Value) -> bool {
+fn path_to_list(path: &str, value: &Value) -> Option<String> {
     match value {
-        Value::Array(_) => true,
-        Value::Object(fields) => fields.values().any(holds_list),
-        _ => false,
+        Value::Array(_) => Some(path.to_owned()),
+        Value::Object(fields) => {
+            fields.iter().find_map(|(name, value)| path_to_list(name, value)).map(|within| format!("{path}.{within}"))
+        }
+        _ => None,
     }
 }
 
@@ -321,6 +323,11 @@ mod tests {
         let policy = r#"{"identity":{"namespace":"n","resource_id":"r","revision":"v","weight_generation":1},"policy":[],"expected_metadata_generation":1}"#;
         let error = Request::<UpdatePolicyRequest>::from_json(policy.as_bytes()).unwrap_err();
         assert!(error.message.contains("`policy`: it holds a list"), "{error}");
+        assert!(
+            migrate("identity", r#"{"namespace":{"a":[]}}"#)
+                .message
+                .contains("`identity.namespace.a`: it holds a list")
+        );
         assert!(read(&" ".repeat(2 << 20)).unwrap_err().message.contains("2097152"));
     }
 }

@@ -273,9 +273,29 @@ def test_a_request_body_that_is_no_request_is_refused_by_name(site, unchanged, b
         message = site.verbs.request("ballast.v1.default.get_metadata", body)
     error = json.loads(message.data)["error"]
     assert (error["code"], error["number"]) == ("INVALID_ARGUMENT", 1)
-    assert word in error["message"] or word == "identity", error
+    assert word in error["message"], error
     assert len(error["message"]) < 2000, "an error does not echo the request"
     assert message.headers["Nats-Service-Error-Code"]
+
+
+@pytest.mark.parametrize("field,json_text,words", [
+    (field, text, [f"`{field}"]) for field in ("target", "mixed_hot_ratio", "expected_metadata_generation", "options", "identity.namespace")
+    for text in ("NaN", "-Infinity", "1e400", '"\\ud800"', '{"HOT":null}', "[1]", "true", '{"a":' * 300)
+] + [("target", text, ["`target`", '"HOT", "COLD", "MIXED"']) for text in ('"cold"', '"UNKNOWN"', "1", '"' + "x" * 100_000 + '"')])
+def test_a_field_that_can_not_be_is_refused_by_its_name(site, unchanged, field, json_text, words):
+    fields = {
+        "target": '"MIXED"', "mixed_hot_ratio": "0.5", "expected_metadata_generation": "1", "options": "{}",
+        "identity": '{"namespace":"default","resource_id":"a","revision":"main","weight_generation":1}',
+    }
+    if field == "identity.namespace":
+        fields["identity"] = fields["identity"].replace('"default"', json_text)
+    else:
+        fields[field] = json_text
+    body = "{" + ",".join(f'"{name}":{text}' for name, text in fields.items()) + "}"
+    with unchanged(site):
+        error = json.loads(site.verbs.request("ballast.v1.default.migrate", body.encode()).data)["error"]
+    assert error["code"] == "INVALID_ARGUMENT" and all(word in error["message"] for word in words), error
+    assert len(error["message"]) < 2000, "an error does not echo the request"
 
 
 def test_a_request_body_of_two_megabytes_is_refused(site, unchanged):
