@@ -40,7 +40,10 @@ pub async fn history(history: &History, id: &str, out: Output) -> Result<(), Bal
     let begun =
         begun.ok_or_else(|| BallastError::invalid(format!("{id} is no operation's id; it is op-<entry>.<n>")))?;
     let bounds = history.bounds().await.map_err(failed)?;
-    let unknown = || BallastError::new(ErrorCode::NotFound, format!("the log knows no operation {id}"));
+    let unknown = || {
+        let message = format!("the log knows no operation {id}; `ballast op --all` shows those there are");
+        BallastError::new(ErrorCode::NotFound, message)
+    };
     if begun > bounds.last_seq {
         return Err(unknown());
     }

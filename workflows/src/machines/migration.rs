@@ -260,12 +260,15 @@ impl Migration<'_> {
 
     /// Says so when whole units can not come nearer to the share that was asked for.
     fn note(&self, reached: Residency) -> Option<String> {
-        let asked = self.operation.view.target_hot_ratio?.ppm();
+        let ratio = self.operation.view.target_hot_ratio?;
+        let asked = ratio.ppm();
         let planned = self.work.planned_ppm;
         (reached != Residency::Mixed || planned.abs_diff(asked) > NEAR_PPM).then(|| {
             format!(
-                "{asked} ppm hot were asked for; the nearest that {} whole units allow is {planned} ppm ({reached})",
-                self.index.len()
+                "a hot ratio of {} was asked for; the nearest that {} whole units allow is {} ({reached})",
+                f64::from(ratio),
+                self.index.len(),
+                f64::from(planned) / 1e6
             )
         })
     }
