@@ -137,14 +137,14 @@ fn prefix(text: &str) -> Result<Prefix, String> {
     if resource.contains('/') {
         return Err(format!("{text:?} is not [namespace/]name-prefix: at most one '/' is allowed; write others as %2F"));
     }
-    // One name or two, read as every name is.
-    let read = |part: &str| LineageKey::parse_short_name(part).map(|(key, _)| key.resource_id).map_err(|e| e.to_string());
-    let namespace = namespace.map(read).transpose()?;
-    let resource = match (resource.is_empty(), &namespace) {
-        (true, Some(_)) => None,
-        _ => Some(read(resource)?.as_str().to_owned()),
-    };
-    Ok(Prefix { namespace, resource })
+    // Read as every name is; after a namespace alone any name may follow.
+    let any = if resource.is_empty() && namespace.is_some() { "x" } else { resource };
+    let whole = namespace.map_or_else(|| any.to_owned(), |namespace| format!("{namespace}/{any}"));
+    let (key, _) = LineageKey::parse_short_name(&whole).map_err(|error| error.to_string())?;
+    Ok(Prefix {
+        namespace: namespace.map(|_| key.namespace),
+        resource: (any == resource).then(|| key.resource_id.as_str().to_owned()),
+    })
 }
 
 /// Parses `512MiB`, `4GiB`, `1.5GB` or plain bytes.
@@ -744,8 +744,8 @@ mod tests {
             ("minilm#9", "ballast show"),
             ("minilm@main", "ballast show"),
             ("acme:minilm", "--tenant"),
-            ("", "empty"),
-            ("/x", "empty"),
+            ("", "resource_id is empty"),
+            ("/x", "namespace is empty"),
             ("a\u{7}", "control character"),
             ("%ff", "UTF-8"),
         ] {

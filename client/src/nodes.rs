@@ -66,6 +66,16 @@ pub(crate) fn lost_by<E: Into<BallastError>>(endpoint: &NodeEndpoint) -> impl Fn
     }
 }
 
+/// That a node can not be reached any more in the middle of an import, with what that means for it.
+pub(crate) fn unreached(mut error: BallastError) -> BallastError {
+    if error.code == ErrorCode::Unavailable {
+        error.message.push_str(
+            "; until the commit the import is in this node's memory alone: if the node was restarted, everything has to be put again",
+        );
+    }
+    error
+}
+
 /// How many connections (and threads) one job uses.
 pub(crate) fn lanes() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(LANES_MAX)

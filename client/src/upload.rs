@@ -19,7 +19,7 @@ use serde_json::json;
 use crate::base::{Base, BaseUse};
 use crate::checksums::{StopOnDrop, blake3_of_file, of_file};
 use crate::gateway::Gateway;
-use crate::nodes::{Transport, connect, lanes, lost_by};
+use crate::nodes::{Transport, connect, lanes, lost_by, unreached};
 use crate::progress::{Phase, Progress};
 use crate::source::{Data, SourceFile, UnitSource};
 
@@ -75,7 +75,8 @@ impl Lane {
     /// asked for long.
     async fn keep_usable(&mut self) -> Result<(), BallastError> {
         if !self.connection.is_usable() || !self.connection.is_open() {
-            self.connection = connect(&self.endpoint, &self.token, self.route).await?;
+            let again = connect(&self.endpoint, &self.token, self.route).await;
+            self.connection = again.map_err(unreached)?;
             self.base_is_here = None;
         }
         Ok(())

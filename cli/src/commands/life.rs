@@ -152,8 +152,9 @@ fn change(before: Option<&WeightOperation>, now: &WeightOperation) -> Option<(&'
         || now.last_error.as_ref().map_or_else(String::new, |error| format!("{}: {}", error.code, error.message));
     if now.status.is_terminal() {
         let reason = if now.status == OperationStatus::Failed { error() } else { now.note.clone().unwrap_or_default() };
-        let text = format!("{}, {}/{} units {reason}", now.status, now.processed_units, now.total_units);
-        return (!before.status.is_terminal()).then_some(("ENDED", text.trim_end().to_owned()));
+        let reason = if reason.is_empty() { reason } else { format!(": {reason}") };
+        let text = format!("{}, {}/{} units{reason}", now.status, now.processed_units, now.total_units);
+        return (!before.status.is_terminal()).then_some(("ENDED", text));
     }
     if now.attempts > before.attempts {
         let again = now.wake_at.map_or_else(String::new, |at| format!("; again at {} ms", at.0));

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use ballast_client::{Admin, ConnectOptions, Gateway, Progress, WeightStore, explain_missing};
 use ballast_schemas::{
-    BallastError, OperationId, OperationStatus, Residency, RevisionIdentity, TenantId, WeightOperation,
+    BallastError, ErrorCode, OperationId, OperationStatus, Residency, RevisionIdentity, TenantId, WeightOperation,
     WeightStoragePolicy,
 };
 
@@ -83,6 +83,7 @@ pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), Ballas
         (Some(Err(error)), Some(named)) => Some(Err(explain_missing(&context.store, &named, error).await)),
         (result, _) => result,
     };
+    let result = result.map(|done| done.map_err(advised));
     // What failed or was dropped releases its lease and aborts its import in the background; the process outlives that.
     context.gateway.settle(SETTLE_PATIENCE).await;
     result.unwrap_or_else(|| {
@@ -103,6 +104,14 @@ fn said_waiting(out: Output) -> Progress {
             note.clone_into(&mut said);
         }
     })
+}
+
+/// BUSY with the command that waits for what is in the way.
+fn advised(mut error: BallastError) -> BallastError {
+    if let (ErrorCode::Busy, Some(id)) = (error.code, error.details["operation_id"].as_str()) {
+        error.message = format!("{} (`ballast op {id} --wait` waits for it)", error.message);
+    }
+    error
 }
 
 async fn dispatch(context: &Context, command: Command) -> Result<(), BallastError> {
@@ -212,7 +221,7 @@ fn succeeded(operation: WeightOperation) -> Result<WeightOperation, BallastError
         return Ok(operation);
     }
     let why = operation.last_error.as_ref();
-    let code = why.map_or(ballast_schemas::ErrorCode::Conflict, |error| error.code);
+    let code = why.map_or(ErrorCode::Conflict, |error| error.code);
     let reason = why.map_or_else(String::new, |error| format!(": {}", error.message));
     let message = format!("operation {} ended as {}{reason}", operation.operation_id, operation.status);
     let details = serde_json::to_value(&operation).unwrap_or_default();
