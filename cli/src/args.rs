@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use ballast_schemas::{
-    Capability, Component, HotRatio, LineageKey, MigrationMode, NodeId, ObjectKey, Residency, RevisionIdentity, UpsertMode,
+    Capability, Component, HotRatio, LineageKey, MigrationMode, NodeId, ObjectKey, Residency, RevisionIdentity,
+    UpsertMode,
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -135,7 +136,9 @@ fn prefix(text: &str) -> Result<Prefix, String> {
         None => (None, text),
     };
     if resource.contains('/') {
-        return Err(format!("{text:?} is not [namespace/]name-prefix: at most one '/' is allowed; write others as %2F"));
+        return Err(format!(
+            "{text:?} is not [namespace/]name-prefix: at most one '/' is allowed; write others as %2F"
+        ));
     }
     // Read as every name is; after a namespace alone any name may follow.
     let any = if resource.is_empty() && namespace.is_some() { "x" } else { resource };

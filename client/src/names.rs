@@ -46,7 +46,8 @@ pub(crate) async fn newest_ready(
 
 /// The newest generations of a lineage, and how they stand.
 fn shown(all: &[WeightRevisionMetadata]) -> String {
-    let one = |found: &WeightRevisionMetadata| format!("#{} is {}", found.identity.weight_generation, found.availability);
+    let one =
+        |found: &WeightRevisionMetadata| format!("#{} is {}", found.identity.weight_generation, found.availability);
     let newest: Vec<String> = all.iter().rev().take(GENERATIONS_SHOWN).map(one).collect();
     let more = if all.len() > GENERATIONS_SHOWN { ", …" } else { "" };
     format!("{}{more}", newest.join(", "))

@@ -60,7 +60,8 @@ pub(crate) fn lost_by<E: Into<BallastError>>(endpoint: &NodeEndpoint) -> impl Fn
                 "node {node} holds nothing of this import any more: it was restarted since the import began, and what it had taken \
                  was in its memory alone until the commit; put everything again, under a new session"
             );
-            BallastError::new(ErrorCode::Unavailable, message).with_details(json!({ "node": node, "import_lost": true }))
+            BallastError::new(ErrorCode::Unavailable, message)
+                .with_details(json!({ "node": node, "import_lost": true }))
         }
         error => error,
     }

@@ -189,7 +189,11 @@ fn report(report: &GetReport) -> Value {
 
 impl Client {
     /// What was read, or why not, with the generations that are there where this one is not.
-    async fn explained<T>(&self, identity: &RevisionIdentity, read: Result<T, BallastError>) -> Result<T, BallastError> {
+    async fn explained<T>(
+        &self,
+        identity: &RevisionIdentity,
+        read: Result<T, BallastError>,
+    ) -> Result<T, BallastError> {
         match read {
             Err(error) => Err(explain_missing(&self.store, identity, error).await),
             read => read,
