@@ -14,7 +14,10 @@ _SHOWN_CHARS_MAX = 200
 
 def shown(value):
     """A value as an error repeats it: its beginning where it is long."""
-    said = repr(value)
+    try:
+        said = repr(value)
+    except Exception:  # A number of too many digits, or anything that can not describe itself.
+        return f"a {type(value).__name__} that can not be shown"
     return said if len(said) <= _SHOWN_CHARS_MAX else f"{said[:_SHOWN_CHARS_MAX]}… ({len(said)} characters)"
 
 

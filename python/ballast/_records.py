@@ -90,7 +90,7 @@ def one_of(kind, value, what):
 
 
 def generation_of(value, what, **details):
-    """A generation, of weights or of a record. None is 0, which the Rust side says in its own words."""
+    """A generation, of weights or of a record. That no weights have generation 0 is said where identities are checked."""
     return whole(value, what, 0, _GENERATION_MAX, **details)
 
 
