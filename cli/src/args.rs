@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use ballast_schemas::{
-    Capability, HotRatio, LineageKey, MigrationMode, NodeId, ObjectKey, Residency, RevisionIdentity, UpsertMode,
+    Capability, Component, HotRatio, LineageKey, MigrationMode, NodeId, ObjectKey, Residency, RevisionIdentity,
+    UpsertMode,
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -111,6 +112,42 @@ impl Name {
 fn name(text: &str) -> Result<Name, String> {
     let (lineage, generation) = LineageKey::parse_short_name(text).map_err(|error| error.to_string())?;
     Ok(Name { text: text.to_owned(), lineage, generation })
+}
+
+/// The beginning of short names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Prefix {
+    /// Of this namespace alone.
+    pub namespace: Option<Component>,
+    /// How the model's name begins.
+    pub resource: Option<String>,
+}
+
+fn prefix(text: &str) -> Result<Prefix, String> {
+    if let Some(mark) = text.find(['#', '@', ':']).and_then(|at| text[at..].chars().next()) {
+        let reason = match mark {
+            ':' => "whose revisions is said with --tenant",
+            _ => "a listing goes by namespace and name alone; `ballast show` shows one revision",
+        };
+        return Err(format!("{text:?} holds {mark:?}: {reason} (in a name it is written %{:02X})", mark as u32));
+    }
+    let (namespace, resource) = match text.split_once('/') {
+        Some((namespace, resource)) => (Some(namespace), resource),
+        None => (None, text),
+    };
+    if resource.contains('/') {
+        return Err(format!(
+            "{text:?} is not [namespace/]name-prefix: at most one '/' is allowed; write others as %2F"
+        ));
+    }
+    // Read as every name is; after a namespace alone any name may follow.
+    let any = if resource.is_empty() && namespace.is_some() { "x" } else { resource };
+    let whole = namespace.map_or_else(|| any.to_owned(), |namespace| format!("{namespace}/{any}"));
+    let (key, _) = LineageKey::parse_short_name(&whole).map_err(|error| error.to_string())?;
+    Ok(Prefix {
+        namespace: namespace.map(|_| key.namespace),
+        resource: (any == resource).then(|| key.resource_id.as_str().to_owned()),
+    })
 }
 
 /// Parses `512MiB`, `4GiB`, `1.5GB` or plain bytes.
@@ -376,7 +413,8 @@ pub struct OpenArgs {
 #[derive(Debug, Args)]
 pub struct LsArgs {
     /// `[namespace/]name-prefix`; everything of the tenant without it.
-    pub prefix: Option<String>,
+    #[arg(value_parser = prefix)]
+    pub prefix: Option<Prefix>,
     /// Also tombstones and imports in progress.
     #[arg(long)]
     pub all: bool,
@@ -694,6 +732,28 @@ mod tests {
         assert_eq!(size("1.5GB"), Ok(1_500_000_000));
         for wrong in ["", "x", "0", "-1GiB", "4 parsecs", "1e99GiB"] {
             assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_prefix_is_read_as_names_are_and_what_can_be_none_is_refused() {
+        let component = |text| Some(Component::new("namespace", text).unwrap());
+        let resource = |text: &str| Some(text.to_owned());
+        assert_eq!(prefix("min"), Ok(Prefix { namespace: None, resource: resource("min") }));
+        assert_eq!(prefix("x%20y/"), Ok(Prefix { namespace: component("x y"), resource: None }));
+        assert_eq!(prefix("x y/z%2Fq"), Ok(Prefix { namespace: component("x y"), resource: resource("z/q") }));
+        for (wrong, said) in [
+            ("x y/z/q", "at most one '/'"),
+            ("minilm#9", "ballast show"),
+            ("minilm@main", "ballast show"),
+            ("acme:minilm", "--tenant"),
+            ("", "resource_id is empty"),
+            ("/x", "namespace is empty"),
+            ("a\u{7}", "control character"),
+            ("%ff", "UTF-8"),
+        ] {
+            let refused = prefix(wrong).unwrap_err();
+            assert!(refused.contains(said), "{wrong:?}: {refused}");
         }
     }
 

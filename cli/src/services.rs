@@ -11,7 +11,7 @@ use ballast_gateway::{Gateway, GatewayHandle, GatewayOptions};
 use ballast_journal::nodes::Directory;
 use ballast_journal::{
     DigestExchange, EmbeddedServer, JetStreamLog, JetStreamSnapshots, LastSeen, Lookout, Replica, ReplicaOptions,
-    RestoreFrom, ServerOptions, StreamOptions, Streams, connect, open_streams,
+    RestoreFrom, ServerOptions, StartServerError, StreamOptions, Streams, connect, open_streams,
 };
 use ballast_schemas::{BallastError, ErrorCode, NodeId, ReplicaId, WorkerId};
 use ballast_transfer::{ColdOptions, EngineChoice, FolderIdentity, HugePages, MemoryOptions};
@@ -391,6 +391,7 @@ fn make_folder(what: &str, flag: &str, path: &Path) -> Result<(), BallastError> 
 /// Runs everything in this process, with an embedded NATS server, until told to stop.
 pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
     let given = settings::given(&args.config)?;
+    let is_made = !args.data.exists();
     make_folder("data", "--data", &args.data)?;
     let data = args.data.canonicalize().map_err(|error| failed(&error))?;
     let last_seen = match DevRecord::read(&data)? {
@@ -402,10 +403,24 @@ pub async fn dev(args: DevArgs, out: Output) -> Result<(), BallastError> {
     // A folder's first start takes the usual port, so that every other command finds it without a flag.
     let mut server_options = ServerOptions::new(&nats_dir);
     server_options.port = args.port.unwrap_or(if is_new { 4222 } else { 0 });
-    let server = EmbeddedServer::start(server_options).await.map_err(|error| failed(&error))?;
+    let server = EmbeddedServer::start(server_options).await.map_err(|error| {
+        if is_made {
+            // Only if nothing is in it.
+            let _ = std::fs::remove_dir(&data);
+        }
+        not_started(&error)
+    })?;
     let ended = dev_services(&args, &given, &data, last_seen, &server, out).await;
     server.stop().await;
     ended
+}
+
+/// Why the server of `ballast dev` did not start, with the flag that helps.
+fn not_started(error: &StartServerError) -> BallastError {
+    match error {
+        StartServerError::Port { .. } => failed(&format!("{error}; name another with --port (0 takes a free one)")),
+        error => failed(error),
+    }
 }
 
 async fn dev_services(

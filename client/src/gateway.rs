@@ -72,6 +72,8 @@ pub struct ConnectOptions {
     pub route: Route,
     /// Told, as something that is waited for, why a request is being sent again.
     pub waiting: Progress,
+    /// What the caller gives the address with, for the error that nobody answers there: a flag, an argument.
+    pub address_flag: &'static str,
 }
 
 impl ConnectOptions {
@@ -85,6 +87,7 @@ impl ConnectOptions {
             request_deadline: Duration::from_secs(30),
             route: Route::Best,
             waiting: Progress::none(),
+            address_flag: "nats_url",
         }
     }
 }
@@ -99,6 +102,7 @@ pub struct Gateway {
 struct Shared {
     client: async_nats::Client,
     url: String,
+    address_flag: &'static str,
     name: String,
     tenant: TenantId,
     request_deadline: Duration,
@@ -143,7 +147,7 @@ impl Gateway {
             match attempt {
                 Ok(client) => break client,
                 Err(error) if Instant::now() >= deadline => {
-                    return Err(no_server(&options.nats_url, &error.to_string()));
+                    return Err(no_server(&options.nats_url, &error.to_string(), options.address_flag));
                 }
                 Err(_) => tokio::time::sleep(BACK_OFF_MIN).await,
             }
@@ -152,6 +156,7 @@ impl Gateway {
             shared: Arc::new(Shared {
                 client,
                 url: options.nats_url.clone(),
+                address_flag: options.address_flag,
                 name: options.name.clone(),
                 tenant: options.tenant.clone(),
                 request_deadline: options.request_deadline,
@@ -392,7 +397,7 @@ impl Gateway {
     fn nobody(&self, kind: RequestErrorKind, reason: &str, waited: Duration) -> BallastError {
         let url = &self.shared.url;
         if self.shared.client.connection_state() != ConnectionState::Connected {
-            return no_server(url, "the connection is gone");
+            return no_server(url, "the connection is gone", self.shared.address_flag);
         }
         match kind {
             RequestErrorKind::NoResponders => {
@@ -415,9 +420,9 @@ impl Gateway {
     }
 }
 
-fn no_server(url: &str, reason: &str) -> BallastError {
+fn no_server(url: &str, reason: &str, address_flag: &str) -> BallastError {
     let message = format!(
-        "no NATS server answers at {url} ({reason}): start one (`ballast dev` brings its own) or give the right address with --nats"
+        "no NATS server answers at {url} ({reason}): start one (`ballast dev` brings its own) or give the right address with {address_flag}"
     );
     BallastError::new(ErrorCode::Unavailable, message).with_details(json!({"missing": "server"}))
 }

@@ -33,7 +33,7 @@ pub use ballast_transfer::Route;
 pub use events::{EventFeed, EventFilter, EventStart, FollowedEvent};
 pub use gateway::{ConnectOptions, Gateway};
 pub use get::{GetOptions, GetReport, GetTarget, Verify};
-pub use names::{Replacement, next_generation, plan_replacement, resolve};
+pub use names::{Replacement, explain_missing, next_generation, plan_replacement, resolve};
 pub use nodes::Transport;
 pub use objects::NodeObjects;
 pub use open::{OpenRevision, TensorView};

@@ -11,6 +11,8 @@ use crate::admin::Admin;
 use crate::store::WeightStore;
 
 const PAGE: u32 = 1000;
+/// Generations named in one sentence, the newest first.
+const GENERATIONS_SHOWN: usize = 3;
 
 fn invalid(error: IdentityError) -> BallastError {
     BallastError::invalid(error.to_string())
@@ -42,19 +44,43 @@ pub(crate) async fn newest_ready(
     Err(none_ready(lineage, &all))
 }
 
+/// The newest generations of a lineage, and how they stand.
+fn shown(all: &[WeightRevisionMetadata]) -> String {
+    let one =
+        |found: &WeightRevisionMetadata| format!("#{} is {}", found.identity.weight_generation, found.availability);
+    let newest: Vec<String> = all.iter().rev().take(GENERATIONS_SHOWN).map(one).collect();
+    let more = if all.len() > GENERATIONS_SHOWN { ", …" } else { "" };
+    format!("{}{more}", newest.join(", "))
+}
+
+/// An error that says of a revision that it is not there, with the generations that are. Any other is left as it is.
+pub async fn explain_missing(
+    store: &WeightStore,
+    identity: &RevisionIdentity,
+    mut error: BallastError,
+) -> BallastError {
+    if error.code != ErrorCode::NotFound {
+        return error;
+    }
+    let lineage = identity.lineage();
+    let Ok(all) = generations(store, &lineage).await else { return error };
+    if all.iter().any(|found| found.identity == *identity) {
+        return error;
+    }
+    error.message = match all.is_empty() {
+        true => format!("there is no revision {identity}, and no other of {lineage}; `ballast ls` shows what there is"),
+        false => format!("there is no revision {identity}: of {lineage}, {}", shown(&all)),
+    };
+    error
+}
+
 fn none_ready(lineage: &LineageKey, all: &[WeightRevisionMetadata]) -> BallastError {
-    let shown: Vec<String> = all
-        .iter()
-        .rev()
-        .take(3)
-        .map(|found| format!("#{} is {}", found.identity.weight_generation, found.availability))
-        .collect();
-    let message = match shown.is_empty() {
+    let message = match all.is_empty() {
         true => format!("there is no revision {lineage}; `ballast ls` shows what there is"),
-        false => format!(
-            "no generation of {lineage} is READY ({}); wait for one, or name a generation with #",
-            shown.join(", ")
-        ),
+        false => {
+            let shown = shown(all);
+            format!("no generation of {lineage} is READY ({shown}); wait for one, or name a generation with #")
+        }
     };
     let details = json!({"lineage": lineage.to_string(), "generations": all.len()});
     BallastError::new(ErrorCode::NotFound, message).with_details(details)

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::time::Duration;
 
-use ballast_schemas::{BallastError, NodeEndpoint};
+use ballast_schemas::{BallastError, ErrorCode, NodeEndpoint};
 use ballast_transfer::{ConnectOptions, NodeConnection, Route};
+use serde_json::json;
 
 /// Longest time without progress before a node is given up.
 const STALL: Duration = Duration::from_secs(15);
@@ -47,6 +48,33 @@ pub(crate) async fn connect(
 ) -> Result<NodeConnection, BallastError> {
     let options = ConnectOptions { route, stall: STALL, patience: LONG_WORK };
     Ok(NodeConnection::connect(endpoint, token, &options).await?)
+}
+
+/// What a node says of an import that it has taken room for: that it holds nothing of it means that its process is another
+/// one since, or has given the import up.
+pub(crate) fn lost_by<E: Into<BallastError>>(endpoint: &NodeEndpoint) -> impl Fn(E) -> BallastError {
+    let node = endpoint.node.clone();
+    move |error| match error.into() {
+        BallastError { code: ErrorCode::NotFound, .. } => {
+            let message = format!(
+                "node {node} holds nothing of this import any more: it was restarted since the import began, and what it had taken \
+                 was in its memory alone until the commit; put everything again, under a new session"
+            );
+            BallastError::new(ErrorCode::Unavailable, message)
+                .with_details(json!({ "node": node, "import_lost": true }))
+        }
+        error => error,
+    }
+}
+
+/// That a node can not be reached any more in the middle of an import, with what that means for it.
+pub(crate) fn unreached(mut error: BallastError) -> BallastError {
+    if error.code == ErrorCode::Unavailable {
+        error.message.push_str(
+            "; until the commit the import is in this node's memory alone: if the node was restarted, everything has to be put again",
+        );
+    }
+    error
 }
 
 /// How many connections (and threads) one job uses.

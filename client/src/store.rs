@@ -223,7 +223,8 @@ impl WeightStore {
         PutWriter::begin(self.gateway(), source, request, progress).await
     }
 
-    /// Claims the lineage, waiting while the remains of an earlier attempt at the same target are deleted.
+    /// Claims the lineage, waiting while the remains of an earlier attempt at the same target are deleted, and while the
+    /// replacement that published the base still retires its own.
     async fn claim(&self, body: &UpsertRequest, progress: &Progress) -> Result<ReplacementClaim, BallastError> {
         let tenant = &body.base.tenant_id;
         let attempt = || async {
@@ -232,8 +233,14 @@ impl WeightStore {
                 Err(error) => error,
             };
             // Busy for a while, or for as long as somebody likes? The target's record tells.
+            let of_base = error.details["target_generation"] == body.base.weight_generation;
+            let record = if of_base { &body.base } else { &body.target };
             let passing = error.code == ErrorCode::Busy
-                && matches!(self.weight_get_metadata(&body.target).await, Ok(view) if is_passing(&view.metadata));
+                && matches!(self.weight_get_metadata(record).await, Ok(view) if match of_base {
+                    // The claim in the way has published this base, and is over when the base before is gone.
+                    true => is_published(&view.metadata),
+                    false => is_passing(&view.metadata),
+                });
             if passing { Err(error) } else { Ok(Err(error)) }
         };
         let claim = wait_while(progress, IN_THE_WAY_PATIENCE, |_| true, attempt).await??;

@@ -19,7 +19,7 @@ use serde_json::json;
 use crate::base::{Base, BaseUse};
 use crate::checksums::{StopOnDrop, blake3_of_file, of_file};
 use crate::gateway::Gateway;
-use crate::nodes::{Transport, connect, lanes};
+use crate::nodes::{Transport, connect, lanes, lost_by, unreached};
 use crate::progress::{Phase, Progress};
 use crate::source::{Data, SourceFile, UnitSource};
 
@@ -75,7 +75,8 @@ impl Lane {
     /// asked for long.
     async fn keep_usable(&mut self) -> Result<(), BallastError> {
         if !self.connection.is_usable() || !self.connection.is_open() {
-            self.connection = connect(&self.endpoint, &self.token, self.route).await?;
+            let again = connect(&self.endpoint, &self.token, self.route).await;
+            self.connection = again.map_err(unreached)?;
             self.base_is_here = None;
         }
         Ok(())
@@ -102,7 +103,14 @@ impl Lane {
         units: &[DeriveUnit<'_>],
         progress: impl FnMut(u64),
     ) -> Result<Vec<DerivedUnit>, BallastError> {
-        let derived = self.connection.derive(units, progress).await?;
+        let derived = match self.connection.derive(units, progress).await.map_err(BallastError::from) {
+            // Nothing of the import, or nothing of the base?
+            Err(error) if error.code == ErrorCode::NotFound => {
+                self.connection.describe().await.map_err(lost_by(&self.endpoint))?;
+                return Err(error);
+            }
+            derived => derived?,
+        };
         base.check(units, &derived)?;
         Ok(derived)
     }
@@ -292,7 +300,8 @@ impl Upload {
                     bytes.push(*buffer);
                 }
             }
-            node.control.connection.write_ranges(&left, &bytes).await?;
+            let written = node.control.connection.write_ranges(&left, &bytes).await;
+            written.map_err(lost_by(&node.control.endpoint))?;
         }
         Ok(())
     }
@@ -304,13 +313,14 @@ impl Upload {
         buffers: &[&[u8]],
     ) -> Result<u64, BallastError> {
         let mut sent = 0;
-        for node in &mut self.nodes {
-            node.control.keep_usable().await?;
-            let wanted = node.control.connection.offer(fragments).await?;
+        for Target { control } in &mut self.nodes {
+            control.keep_usable().await?;
+            let lost = lost_by(&control.endpoint);
+            let wanted = control.connection.offer(fragments).await.map_err(&lost)?;
             let ranges: Vec<ByteRange> = wanted.iter().map(|at| range_of(&fragments[at as usize])).collect();
             let buffers: Vec<&[u8]> = wanted.iter().map(|at| buffers[at as usize]).collect();
             if !ranges.is_empty() {
-                node.control.connection.write_ranges(&ranges, &buffers).await?;
+                control.connection.write_ranges(&ranges, &buffers).await.map_err(&lost)?;
                 sent += ranges.iter().map(|range| range.bytes).sum::<u64>();
             }
         }
@@ -323,10 +333,10 @@ impl Upload {
         fragments: &[OfferedFragment],
     ) -> Result<Vec<OfferedFragment>, BallastError> {
         let mut missing = Vec::new();
-        for node in &mut self.nodes {
-            node.control.keep_usable().await?;
+        for Target { control } in &mut self.nodes {
+            control.keep_usable().await?;
             for offered in fragments.chunks(OFFERS_MAX) {
-                let wanted = node.control.connection.offer(offered).await?;
+                let wanted = control.connection.offer(offered).await.map_err(lost_by(&control.endpoint))?;
                 missing.extend(wanted.iter().map(|at| offered[at as usize]));
             }
         }
@@ -338,10 +348,11 @@ impl Upload {
     /// What the participants have offered to each node that has not sealed the import.
     pub(crate) async fn offers(&mut self, conflicts: bool) -> Result<Vec<Offers>, BallastError> {
         let mut all = Vec::with_capacity(self.nodes.len());
-        for node in &mut self.nodes {
-            node.control.keep_usable().await?;
-            if !node.control.connection.describe().await?.sealed {
-                all.push(node.control.connection.read_offers(conflicts).await?);
+        for Target { control } in &mut self.nodes {
+            control.keep_usable().await?;
+            let lost = lost_by(&control.endpoint);
+            if !control.connection.describe().await.map_err(&lost)?.sealed {
+                all.push(control.connection.read_offers(conflicts).await.map_err(&lost)?);
             }
         }
         Ok(all)
@@ -350,9 +361,10 @@ impl Upload {
     /// The manifest that every node has sealed the import with, by an earlier coordinator; `None` while one has not.
     pub(crate) async fn sealed(&mut self) -> Result<Option<Digest>, BallastError> {
         let mut found = Vec::with_capacity(self.nodes.len());
-        for node in &mut self.nodes {
-            node.control.keep_usable().await?;
-            found.push(node.control.connection.describe().await?.manifest_sha256);
+        for Target { control } in &mut self.nodes {
+            control.keep_usable().await?;
+            let description = control.connection.describe().await.map_err(lost_by(&control.endpoint))?;
+            found.push(description.manifest_sha256);
         }
         // Nodes that were sealed with different manifests refuse the seal, or the commit.
         Ok(found.iter().all(Option::is_some).then(|| found.first().copied().flatten()).flatten())
@@ -411,7 +423,9 @@ impl Upload {
         for node in &mut self.nodes {
             node.control.keep_usable().await?;
         }
-        let seals = self.nodes.iter_mut().map(|node| node.control.connection.seal(&document));
+        let seals = self.nodes.iter_mut().map(|Target { control }| async {
+            control.connection.seal(&document).await.map_err(lost_by(&control.endpoint))
+        });
         futures::future::try_join_all(seals).await?;
         Ok(())
     }
@@ -545,7 +559,7 @@ async fn send(
                     return Ok(());
                 }
             }
-            lane.connection.write(unit, 0, &bytes).await?;
+            lane.connection.write(unit, 0, &bytes).await.map_err(lost_by(&lane.endpoint))?;
             sent(size);
         }
         Batch::File { file, mut ranges } => {
@@ -570,7 +584,8 @@ async fn send(
                     opened
                 }
             };
-            lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await?;
+            let written = lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await;
+            written.map_err(lost_by(&lane.endpoint))?;
             if let Some(computing) = computing {
                 note(&joined(computing.sums.await)?);
             }

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ._arguments import names as several, seconds, shown, text
 from ._arrays import array_of, memory_of, numpy_dtype
 from ._errors import invalid
 from ._records import (
     WeightManifest, WeightRevisionIdentity, WeightRevisionMetadata, WeightUpsertMode, generation_of, human_bytes, one_of,
 )
-from ._snapshot import ArrayAdapter, WeightSnapshot, contiguous
+from ._snapshot import ArrayAdapter, WeightSnapshot, contiguous, expect_tensors
 from ._store import LEASE_TTL_MS, WeightStore, WeightWriter, policy_text, reading_text
 
 open_revisions = weakref.WeakSet()
@@ -42,12 +43,18 @@ def store_of(store):
     return store
 
 
+def name_of(name):
+    """A short name, or the identity that it is given by."""
+    if isinstance(name, (str, WeightRevisionIdentity)):
+        return name if isinstance(name, WeightRevisionIdentity) else text(name, "name")
+    raise invalid(f"name is {shown(name)}; give a string, or a WeightRevisionIdentity")
+
+
 def resolve(name, store):
     """The identity that a name stands for just now: the generation it names, or the newest READY one."""
+    name = name_of(name)
     if isinstance(name, WeightRevisionIdentity):
         return name
-    if not isinstance(name, str):
-        raise invalid(f"{name!r} is no name; give a string, or a WeightRevisionIdentity")
     return WeightRevisionIdentity._from_wire(json.loads(store._connection.client(store._cancel).resolve(name, store._cancel)))
 
 
@@ -101,7 +108,7 @@ class OpenRevision(Mapping):
 
     def file(self, path):
         """The bytes of another file, as a read-only array."""
-        view = self._native.file(path)
+        view = self._native.file(text(path, "path"))
         if view is None:
             raise KeyError(path)
         return array_of(view)
@@ -160,10 +167,10 @@ class OpenRevision(Mapping):
 
 def open(name, *, store=None, holder=None, lease_ttl_ms=LEASE_TTL_MS, verify="auto", progress=None):
     """Opens a revision in place. `name` is a short name (the newest READY generation, or the one it names) or an identity."""
-    store = store_of(store)
+    store, reading = store_of(store), reading_text(holder, lease_ttl_ms, verify)
     identity = resolve(name, store)
     native = store._connection.client(store._cancel).open(
-        json.dumps(identity._to_wire()), reading_text(holder, lease_ttl_ms, verify), progress or store._connection.progress, store._cancel)
+        json.dumps(identity._to_wire()), reading, progress or store._connection.progress, store._cancel)
     return OpenRevision(native)
 
 
@@ -196,6 +203,7 @@ class Weights(dict):
 
 def load(name, *, names=None, store=None, holder=None, lease_ttl_ms=LEASE_TTL_MS, verify="auto", progress=None):
     """A revision's tensors (or those that `names` lists) as zero-copy, read-only arrays."""
+    names = None if names is None else several(names, "names")
     opened = open(name, store=store, holder=holder, lease_ttl_ms=lease_ttl_ms, verify=verify, progress=progress)
     weights = Weights(opened, names)
     # What is left of the lease is the arrays'.
@@ -206,8 +214,9 @@ def load(name, *, names=None, store=None, holder=None, lease_ttl_ms=LEASE_TTL_MS
 def wait(name, min_generation=1, *, timeout=None, store=None):
     """Waits until a generation from `min_generation` on is READY and answers the identity of the newest one; never an older
     one. After `timeout` seconds it raises `NotReadyError`."""
-    store = store_of(store)
+    store, name = store_of(store), str(name_of(name))
     least = generation_of(min_generation, "min_generation")
+    timeout = None if timeout is None else seconds(timeout, "timeout")
     found = store._connection.client(store._cancel).wait_ready(name, least, timeout, store._cancel)
     return WeightRevisionIdentity._from_wire(json.loads(found))
 
@@ -215,23 +224,25 @@ def wait(name, min_generation=1, *, timeout=None, store=None):
 def begin(store, name, *, tensors=None, path=None, policy=None, replace=None, progress=None):
     """Begins a put under a short name: of the generation it names, else of the next one; with `replace` in the place of
     the newest READY one. Answers (native writer, identity)."""
-    client, cancel = store._connection.client(store._cancel), store._cancel
-    progress = progress or store._connection.progress
-    text = policy_text(policy)
+    name, policy = name_of(name), policy_text(policy)
+    mode = None
     if replace:
         mode = WeightUpsertMode.PUT_FIRST if replace is True else one_of(WeightUpsertMode, replace, "replace")
+    client, cancel = store._connection.client(store._cancel), store._cancel
+    progress = progress or store._connection.progress
+    if mode is not None:
         plan = json.loads(client.plan_replacement(str(name), mode.name, cancel))
         base = WeightRevisionIdentity._from_wire(plan["base"])
         identity = base.generation(plan["target_generation"])
-        native = client.upsert(json.dumps({**plan, "wait_completed": False}), tensors, path, text, None, progress, cancel)
+        native = client.upsert(json.dumps({**plan, "wait_completed": False}), tensors, path, policy, None, progress, cancel)
         return native, identity
     if isinstance(name, WeightRevisionIdentity):
         identity = name
     else:
-        lineage, _, number = str(name).partition("#")
+        lineage, _, number = name.partition("#")
         identity = (WeightRevisionIdentity.parse(name) if number
                     else WeightRevisionIdentity._from_wire(json.loads(client.next_generation(lineage, cancel))))
-    return client.put(json.dumps(identity._to_wire()), tensors, path, text, None, progress, cancel), identity
+    return client.put(json.dumps(identity._to_wire()), tensors, path, policy, None, progress, cancel), identity
 
 
 def save(state_dict, name, *, policy=None, replace=None, adapter=None, store=None, progress=None):
@@ -239,8 +250,10 @@ def save(state_dict, name, *, policy=None, replace=None, adapter=None, store=Non
     READY when this returns. Arrays that are the same memory are stored once. `replace=True` retires the newest READY
     generation afterwards (`"delete_first"` deletes it before)."""
     store = store_of(store)
-    if not isinstance(state_dict, Mapping) or not state_dict:
-        raise invalid(f"state_dict is {type(state_dict).__name__!r} of nothing; give a dict of at least one tensor")
+    name = name_of(name)
+    expect_tensors(state_dict, "state_dict")
+    if not state_dict:
+        raise invalid("state_dict is empty; give a dict of at least one array by tensor name")
     adapter = ArrayAdapter() if adapter is None else adapter
     tensors, aliases, first = {}, {}, {}
     for key, value in state_dict.items():
@@ -267,7 +280,5 @@ def save(state_dict, name, *, policy=None, replace=None, adapter=None, store=Non
 
 def get_state_dict(name, *, store=None, holder=None, lease_ttl_ms=LEASE_TTL_MS):
     """A revision's tensors as a dict of writable arrays of the caller's own: a copy, without a lease that goes on."""
-    store = store_of(store)
-    identity = resolve(name, store)
-    with open(identity, store=store, holder=holder, lease_ttl_ms=lease_ttl_ms) as opened:
+    with open(name, store=store, holder=holder, lease_ttl_ms=lease_ttl_ms) as opened:
         return {key: np.array(opened[key]) for key in opened}

@@ -23,12 +23,27 @@ class WeightErrorCode(enum.IntEnum):
     CAPACITY_EXHAUSTED = 14
 
 
+# Of a message: what it names may be as long as its caller likes, and then stands there by its two ends.
+_MESSAGE_CHARS_MAX = 600
+_MESSAGE_CHARS_END = 250
+
+
+def _shortened(message):
+    """A message with its beginning and its end, which says what to do."""
+    if len(message) <= _MESSAGE_CHARS_MAX:
+        return message
+    begin = _MESSAGE_CHARS_MAX - _MESSAGE_CHARS_END - 1
+    return f"{message[:begin]}…{message[-_MESSAGE_CHARS_END:]}"
+
+
 class BallastError(Exception):
-    """Any error of Ballast. `code` and `number` say which, `message` what to do, `details` the facts by name."""
+    """Any error of Ballast. `code` and `number` say which, `message` what to do, `details` the facts by name. A message is
+    never longer than 600 characters; what it names stands in full in the details."""
 
     code = ""
 
     def __init__(self, message, details=None):
+        message = _shortened(message)
         super().__init__(message)
         self.message = message
         self.details = {} if details is None else details

@@ -5,9 +5,10 @@ import json
 from typing import Any, Mapping, Optional, Tuple
 
 from . import _native
+from ._arguments import optional_text, text
 from ._arrays import check, memory_of
 from ._errors import invalid
-from ._snapshot import Box, ParallelAxis, TensorSpec
+from ._snapshot import Box, ParallelAxis, TensorSpec, tensor_name
 
 KINDS = ("dp", "pp", "ep", "tp")
 
@@ -30,10 +31,10 @@ class WeightPlacement:
 
     def __init__(self, tensors, participants, *, sizes=None, placement_set_id="python", exact=True):
         self.tensors = {spec.name: spec for spec in tensors}
-        self.participants = {own.participant_id: own for own in participants}
+        self.participants = {text(own.participant_id, "participant_id"): own for own in participants}
         self.sizes = {kind: 1 for kind in KINDS}
         self.sizes.update(sizes or {})
-        self.placement_set_id = placement_set_id
+        self.placement_set_id = text(placement_set_id, "placement_set_id")
         self.exact = exact
         self._native = {}
         if not self.participants:
@@ -175,7 +176,7 @@ def bindings_of(placement, given):
     for binding in bindings:
         if not isinstance(binding, WeightBinding):
             raise invalid(f"target_bindings holds a {type(binding).__name__}; give a dict of buffers or WeightBinding objects")
-        name = binding.tensor
+        name = tensor_name(binding.tensor)
         memory = memory_of(binding.buffer, name)
         spec = whole.tensors.get(name) if whole is not None else None
         box = binding.box
@@ -188,7 +189,7 @@ def bindings_of(placement, given):
         if spec is not None and box is not None:
             check(memory, name, spec.dtype, box[1], writable=True)
         # The participant matters only where several are read at once.
-        participant = binding.participant_id if local is None else None
+        participant = optional_text(binding.participant_id, "participant_id") if local is None else None
         resolved.append((name, participant, box, memory))
     return resolved
 

@@ -6,6 +6,7 @@ import json
 from typing import Optional, Tuple
 
 from . import _native
+from ._arguments import ratio, shown, text, whole
 from ._errors import invalid
 
 
@@ -72,26 +73,25 @@ class WeightUpsertMode(enum.IntEnum):
     DELETE_FIRST = 1
 
 
+_GENERATION_MAX = (1 << 64) - 1
+
+
 def one_of(kind, value, what):
     """`value` as a member of the enumeration `kind`; its name and its number will do as well."""
     if isinstance(value, kind):
         return value
     if isinstance(value, enum.Enum) or isinstance(value, bool):
-        raise invalid(f"{what} is {value!r}; give a {kind.__name__}")
+        raise invalid(f"{what} is {shown(value)}; give a {kind.__name__}")
     try:
         return kind[value.upper()] if isinstance(value, str) else kind(value)
     except (KeyError, ValueError, TypeError):
         names = ", ".join(member.name for member in kind)
-        raise invalid(f"{what} is {value!r}; it must be one of {names}") from None
+        raise invalid(f"{what} is {shown(value)}; it must be one of {names}") from None
 
 
 def generation_of(value, what, **details):
-    """A generation: a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(f"{what} is {value!r}; give a whole number", **details)
-    if not 0 <= value < 1 << 64:
-        raise invalid(f"{what} is {value}; it must be from 0 to 2^64 - 1", **details)
-    return value
+    """A generation, of weights or of a record. That no weights have generation 0 is said where identities are checked."""
+    return whole(value, what, 0, _GENERATION_MAX, **details)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,8 @@ class WeightStoragePolicy:
         preferred = one_of(WeightResidencyState, self.preferred_residency, "preferred_residency")
         if preferred not in (WeightResidencyState.HOT, WeightResidencyState.COLD, WeightResidencyState.MIXED):
             raise invalid(f"preferred_residency is {preferred.name}; it must be HOT, COLD or MIXED")
-        ratio = self.mixed_hot_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
-            raise invalid(f"mixed_hot_ratio is {ratio!r}; it must be a number above 0 and below 1 (default 0.5)")
         object.__setattr__(self, "preferred_residency", preferred)
-        object.__setattr__(self, "mixed_hot_ratio", float(ratio))
+        object.__setattr__(self, "mixed_hot_ratio", ratio(self.mixed_hot_ratio, "mixed_hot_ratio"))
         mode = one_of(WeightMigrationMode, self.migration_mode, "migration_mode")
         object.__setattr__(self, "migration_mode", mode)
 
@@ -126,8 +123,8 @@ class WeightStoragePolicy:
         return cls(body["preferred_residency"], body["mixed_hot_ratio"], body["migration_mode"])
 
     def __repr__(self):
-        ratio = f" {self.mixed_hot_ratio:g}" if self.preferred_residency is WeightResidencyState.MIXED else ""
-        return f"<WeightStoragePolicy {self.preferred_residency.name}{ratio}, {self.migration_mode.name}>"
+        share = f" {self.mixed_hot_ratio:g}" if self.preferred_residency is WeightResidencyState.MIXED else ""
+        return f"<WeightStoragePolicy {self.preferred_residency.name}{share}, {self.migration_mode.name}>"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -142,17 +139,16 @@ class WeightRevisionIdentity:
 
     def __post_init__(self):
         for field in ("tenant_id", "namespace", "resource_id", "revision"):
-            if not isinstance(getattr(self, field), str):
-                raise invalid(f"{field} is {getattr(self, field)!r}; give a string")
-        generation_of(self.weight_generation, "weight_generation")
+            text(getattr(self, field), field)
+        object.__setattr__(self, "weight_generation", generation_of(self.weight_generation, "weight_generation"))
         _native.identity_name(json.dumps(self._to_wire()))
 
     @classmethod
     def parse(cls, name):
         """The identity that a short name with a generation, `[tenant:][namespace/]resource[@revision]#generation`, names."""
-        parts = json.loads(_native.parse_name(name))
+        parts = json.loads(_native.parse_name(text(name, "name")))
         if parts["weight_generation"] is None:
-            raise invalid(f"{name!r} names no generation; write {name}#1, say")
+            raise invalid(f"{shown(name)} names no generation; write {name}#1, say")
         return cls(**parts)
 
     @property

@@ -5,9 +5,14 @@ import dataclasses
 import operator
 from typing import Any, Iterable, Mapping, Optional, Tuple
 
+from ._arguments import choice, names, optional_text, seconds, shown, text, whole
 from ._arrays import byte_count, check, known_dtype, memory_of
 from ._errors import invalid
 from ._records import WeightRevisionIdentity, generation_of
+
+
+_RANK_MAX = 64
+_NAME_BYTES_MAX = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +22,12 @@ class ParallelAxis:
     kind: str
     semantics: str
     dim: Optional[int] = None
+
+    def __post_init__(self):
+        choice(self.kind, "kind", ("dp", "pp", "ep", "tp"))
+        choice(self.semantics, "semantics", ("split", "replicated", "ownership"))
+        if self.dim is not None:
+            object.__setattr__(self, "dim", whole(self.dim, "dim", 0, _RANK_MAX - 1))
 
     def _to_wire(self):
         return {"kind": self.kind, "semantics": self.semantics, **({} if self.dim is None else {"dim": self.dim})}
@@ -45,7 +56,12 @@ class TensorSpec:
         object.__setattr__(self, "shape", extents(self.shape, self.name))
         boxes = tuple((extents(offset, self.name), extents(shape, self.name)) for offset, shape in self.fragments)
         object.__setattr__(self, "fragments", boxes)
-        object.__setattr__(self, "aliases", tuple(self.aliases))
+        aliases = tuple(tensor_name(alias) for alias in names(self.aliases, f"aliases of tensor {shown(self.name)}"))
+        object.__setattr__(self, "aliases", aliases)
+        for field in ("layer_id", "expert_id"):
+            if getattr(self, field) is not None:
+                number = whole(getattr(self, field), f"{field} of tensor {shown(self.name)}", 0, (1 << 64) - 1, tensor=self.name)
+                object.__setattr__(self, field, number)
         object.__setattr__(self, "parallel_axes", tuple(self.parallel_axes))
 
     @property
@@ -62,10 +78,19 @@ class TensorSpec:
 
 
 def tensor_name(name):
-    """The name of a tensor: a string that is not empty."""
-    if not isinstance(name, str) or not name:
-        raise invalid(f"a tensor's name is {name!r}; give a string")
+    """The name of a tensor: a string of 1 to 4096 bytes without NUL."""
+    size = len(text(name, "a tensor's name").encode())
+    if not 0 < size <= _NAME_BYTES_MAX or "\0" in name:
+        raise invalid(f"a tensor's name is {shown(name)}; give 1 to {_NAME_BYTES_MAX} bytes without NUL")
     return name
+
+
+def expect_tensors(tensors, what):
+    """Tensors by their names."""
+    if not isinstance(tensors, Mapping):
+        raise invalid(f"{what} is a {type(tensors).__name__}; give a dict of arrays by tensor name")
+    for name in tensors:
+        tensor_name(name)
 
 
 def extents(shape, name, what="shape"):
@@ -79,13 +104,6 @@ def extents(shape, name, what="shape"):
     return numbers
 
 
-def names_of(participants):
-    """The names of participants."""
-    if isinstance(participants, str) or not isinstance(participants, Iterable):
-        raise invalid(f"participants is {participants!r}; give a list of names")
-    return tuple(participants)
-
-
 @dataclasses.dataclass(frozen=True)
 class WeightSharing:
     """How several participants put one snapshot. `participants` are those that have to bring a part, named by the one that
@@ -97,18 +115,18 @@ class WeightSharing:
     patience: float = 30.0
 
     def __post_init__(self):
-        object.__setattr__(self, "participants", names_of(self.participants))
-        names = (*self.participants, *(() if self.participant is None else (self.participant,)))
-        for name in names:
-            if not isinstance(name, str):
-                raise invalid(f"a participant is {name!r}; give its name")
+        object.__setattr__(self, "participants", names(self.participants, "participants"))
+        object.__setattr__(self, "patience", seconds(self.patience, "patience"))
+        optional_text(self.participant, "participant")
+        optional_text(self.session, "session")
         if self.participants:
             if len(set(self.participants)) != len(self.participants):
                 raise invalid("participants names one twice; name each of them once")
             if self.participant is not None and self.participant not in self.participants:
-                raise invalid(f"participant {self.participant!r} is not among the {len(self.participants)} participants")
-        elif self.participant is None or not isinstance(self.session, str):
-            raise invalid("a part has a participant's name and the session that it joins")
+                raise invalid(f"participant {shown(self.participant)} is not among the {len(self.participants)} participants")
+        elif self.participant is None or self.session is None:
+            what = "participant" if self.participant is None else "session"
+            raise invalid(f"{what} is None; a part has the name of its participant and the session that it joins")
 
     def _to_wire(self):
         return {
@@ -129,7 +147,9 @@ class WeightSnapshot:
     sharing: Optional[WeightSharing] = None
 
     def __post_init__(self):
-        generation_of(self.weight_generation, "weight_generation")
+        for field in ("namespace", "resource_id", "revision"):
+            text(getattr(self, field), field)
+        object.__setattr__(self, "weight_generation", generation_of(self.weight_generation, "weight_generation"))
         object.__setattr__(self, "tensors", tuple(self.tensors))
         seen = set()
         for spec in self.tensors:
@@ -151,6 +171,7 @@ class WeightSnapshot:
         aliases: Mapping[str, Iterable[str]] = {},
     ):
         """A snapshot of tensors that are at hand; `aliases` gives further names of tied ones."""
+        expect_tensors(tensors, "tensors")
         adapter = ArrayAdapter() if adapter is None else adapter
         specs = [
             dataclasses.replace(adapter.describe(name, tensor), aliases=tuple(aliases.get(name, ())))
@@ -167,7 +188,7 @@ class WeightSnapshot:
 
         A coordinator that comes again with its own `session` takes it over as it stands; the run before it is refused from
         then on. After an error it leaves such a session open; only `abort()` deletes what is in it."""
-        participants = names_of(participants)
+        participants = names(participants, "participants")
         if not participants:
             raise invalid("participants is empty; name everyone who brings a part")
         return dataclasses.replace(self, sharing=WeightSharing(participants, participant, session, patience))

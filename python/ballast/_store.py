@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from . import _native
+from ._arguments import choice, optional_text, ratio, seconds, shown, text, whole
 from ._arrays import check, memory_of
 from ._errors import BallastError, ConflictError, NotFoundError, invalid
 from ._placement import LocalPlacement, WeightPlacement, bindings_of
@@ -19,6 +20,7 @@ from ._snapshot import ArrayAdapter, WeightSnapshot
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 LEASE_TTL_MS = 60_000
 _LEASE_TTL_MS_MAX = 86_400_000
+_LIST_LIMIT_MAX = 1000
 _REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _SETTLE_SECONDS = 2.0
@@ -32,13 +34,15 @@ class Connection:
     def __init__(self, nats=None, *, name=None, tenant="default", route="best", default_policy=None, progress=None,
                  connect_seconds=_CONNECT_SECONDS, request_seconds=_REQUEST_SECONDS):
         if default_policy is not None and not isinstance(default_policy, WeightStoragePolicy):
-            raise invalid(f"default_policy is {default_policy!r}; give a WeightStoragePolicy")
-        self.nats = nats or os.environ.get("BALLAST_NATS") or DEFAULT_NATS
+            raise invalid(f"default_policy is {shown(default_policy)}; give a WeightStoragePolicy")
+        self.nats = optional_text(nats, "nats") or os.environ.get("BALLAST_NATS") or DEFAULT_NATS
         self.progress = progress
         self.default_policy = default_policy
         self._options = json.dumps({
-            "nats": self.nats, "name": name, "tenant": tenant, "route": route, "connect_seconds": connect_seconds,
-            "request_seconds": request_seconds, "default_policy": None if default_policy is None else default_policy._to_wire(),
+            "nats": self.nats, "name": optional_text(name, "name"), "tenant": text(tenant, "tenant_id"),
+            "route": choice(route, "route", ("best", "unix", "tcp")), "connect_seconds": seconds(connect_seconds, "connect_seconds"),
+            "request_seconds": seconds(request_seconds, "request_seconds", zero=False),
+            "default_policy": None if default_policy is None else default_policy._to_wire(),
         })
         self._lock = threading.Lock()
         self._client = None
@@ -90,7 +94,7 @@ def identity_of(value, what="identity"):
         return value
     if isinstance(value, str):
         return WeightRevisionIdentity.parse(value)
-    raise invalid(f"{what} is {value!r}; give a WeightRevisionIdentity")
+    raise invalid(f"{what} is {shown(value)}; give a WeightRevisionIdentity")
 
 
 def policy_text(policy):
@@ -98,7 +102,7 @@ def policy_text(policy):
     if policy is None:
         return None
     if not isinstance(policy, WeightStoragePolicy):
-        raise invalid(f"policy is {policy!r}; give a WeightStoragePolicy")
+        raise invalid(f"policy is {shown(policy)}; give a WeightStoragePolicy")
     return json.dumps(policy._to_wire())
 
 
@@ -109,11 +113,10 @@ def sharing_text(snapshot):
 
 def reading_text(holder, lease_ttl_ms, verify="auto"):
     """How to read, as JSON."""
-    if holder is not None and not isinstance(holder, str):
-        raise invalid(f"holder is {holder!r}; give a string")
-    if isinstance(lease_ttl_ms, bool) or not isinstance(lease_ttl_ms, int) or not 1 <= lease_ttl_ms <= _LEASE_TTL_MS_MAX:
-        raise invalid(f"lease_ttl_ms is {lease_ttl_ms!r}; it must be from 1 to {_LEASE_TTL_MS_MAX}")
-    return json.dumps({"holder": holder, "lease_ttl_ms": lease_ttl_ms, "verify": verify})
+    return json.dumps({
+        "holder": optional_text(holder, "holder"), "lease_ttl_ms": whole(lease_ttl_ms, "lease_ttl_ms", 1, _LEASE_TTL_MS_MAX),
+        "verify": choice(verify, "verify", ("auto", "always", "never")),
+    })
 
 
 def manifest_of(report):
@@ -150,7 +153,7 @@ class WeightWriter:
     def weight_put_tensor(self, tensor_id, tensor):
         """Sends a tensor that the snapshot announced. Again with other bytes replaces it."""
         self._expect_open()
-        spec = self._specs.get(tensor_id)
+        spec = self._specs.get(text(tensor_id, "tensor_id"))
         if spec is None:
             raise invalid(f"the snapshot has no tensor {tensor_id!r}", tensor=tensor_id)
         for box, buffer in self._adapter.shards(spec, tensor):
@@ -245,10 +248,9 @@ class WeightStore:
         if policy is not None and snapshot.sharing is not None and not snapshot.sharing.participants:
             raise invalid("a part has no policy of its own: give it to the put that shares the snapshot")
         identity = snapshot.identity(tenant_id)
-        tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
+        tensors, policy = json.dumps([spec._to_wire() for spec in snapshot.tensors]), policy_text(policy)
         native = self._connection.client(self._cancel).put(
-            json.dumps(identity._to_wire()), tensors, None, policy_text(policy),
-            sharing_text(snapshot), self._connection.progress, self._cancel)
+            json.dumps(identity._to_wire()), tensors, None, policy, sharing_text(snapshot), self._connection.progress, self._cancel)
         return self._writer(native, identity, snapshot, adapter)
 
     def weight_get(self, identity, target_placement, target_bindings, *, holder=None, lease_ttl_ms=LEASE_TTL_MS,
@@ -307,13 +309,16 @@ class WeightStore:
 
     def weight_list(self, *, namespace, resource_id, tenant_id="default", page_token="", limit=100):
         """One page of a model's revisions, by revision and generation."""
-        body = {"namespace": namespace, "resource_id": resource_id, "page_token": page_token, "limit": limit}
-        return WeightRevisionPage._from_wire(self._connection.call(tenant_id, "list", body, self._cancel))
+        body = {
+            "namespace": text(namespace, "namespace"), "resource_id": text(resource_id, "resource_id"),
+            "page_token": text(page_token, "page_token"), "limit": whole(limit, "limit", 1, _LIST_LIMIT_MAX),
+        }
+        return WeightRevisionPage._from_wire(self._connection.call(text(tenant_id, "tenant_id"), "list", body, self._cancel))
 
     def weight_update_policy(self, identity, *, policy, expected_metadata_generation):
         """Changes the policy and nothing else; answers the new record."""
         if not isinstance(policy, WeightStoragePolicy):
-            raise invalid(f"policy is {policy!r}; give a WeightStoragePolicy")
+            raise invalid(f"policy is {shown(policy)}; give a WeightStoragePolicy")
         expected = generation_of(expected_metadata_generation, "expected_metadata_generation")
         reply = self._connection.about("update_policy", identity_of(identity), self._cancel, policy=policy._to_wire(),
                                        expected_metadata_generation=expected)
@@ -327,7 +332,7 @@ class WeightStore:
         if not isinstance(snapshot, WeightSnapshot):
             raise invalid(f"snapshot is a {type(snapshot).__name__}; give a ballast.WeightSnapshot")
         if not isinstance(mode, WeightUpsertMode):
-            raise invalid(f"mode is {mode!r}; give a WeightUpsertMode")
+            raise invalid(f"mode is {shown(mode)}; give a WeightUpsertMode")
         if snapshot.sharing is not None and not snapshot.sharing.participants:
             raise invalid("a part is put, not upserted: the one that shares the snapshot upserts it")
         base, target = identity_of(replacing, "replacing"), snapshot.identity(tenant_id)
@@ -338,16 +343,17 @@ class WeightStore:
         replacement = json.dumps({
             "base": base._to_wire(), "target_generation": target.weight_generation,
             "expected_metadata_generation": generation_of(expected_metadata_generation, "expected_metadata_generation"),
-            "mode": mode.name, "request_id": request_id, "wait_completed": False,
+            "mode": mode.name, "request_id": optional_text(request_id, "request_id"), "wait_completed": False,
         })
-        tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
+        tensors, policy = json.dumps([spec._to_wire() for spec in snapshot.tensors]), policy_text(policy)
         native = self._connection.client(self._cancel).upsert(
-            replacement, tensors, None, policy_text(policy), sharing_text(snapshot), self._connection.progress, self._cancel)
+            replacement, tensors, None, policy, sharing_text(snapshot), self._connection.progress, self._cancel)
         return self._writer(native, target, snapshot, adapter)
 
     def weight_migrate(self, identity, *, target, expected_metadata_generation, mixed_hot_ratio=None):
         """Starts (or finds) a migration to HOT, COLD or MIXED and answers the operation."""
         target = one_of(WeightResidencyState, target, "target")
+        mixed_hot_ratio = None if mixed_hot_ratio is None else ratio(mixed_hot_ratio, "mixed_hot_ratio")
         if mixed_hot_ratio is not None and target is not WeightResidencyState.MIXED:
             raise invalid(f"mixed_hot_ratio is for MIXED, the target is {target.name}")
         expected = generation_of(expected_metadata_generation, "expected_metadata_generation")
@@ -357,7 +363,8 @@ class WeightStore:
 
     def weight_get_operation(self, operation_id, *, tenant_id="default"):
         """An operation's target, progress and error; also after it has ended."""
-        reply = self._connection.call(tenant_id, "get_operation", {"operation_id": operation_id}, self._cancel)
+        body = {"operation_id": text(operation_id, "operation_id")}
+        reply = self._connection.call(text(tenant_id, "tenant_id"), "get_operation", body, self._cancel)
         return WeightOperation._from_wire(reply["operation"])
 
     def weight_remove(self, identity, *, expected_metadata_generation):

@@ -165,8 +165,7 @@ class WeightStore:
 def _helper(function):
     @functools.wraps(function)
     async def awaited(*arguments, store=None, **named):
-        connection = (store if store is not None else _easy.default_store())._connection
-
+        connection = store._connection if isinstance(store, WeightStore) else _easy.store_of(store)._connection
         return await _run(lambda cancel: function(*arguments, store=_with(connection, cancel), **named))
 
     return awaited

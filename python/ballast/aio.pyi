@@ -8,7 +8,7 @@ from . import (
 )
 from . import WeightStore as _WeightStore
 
-_Store = Union["WeightStore", _WeightStore]
+_Store = Union["WeightStore", _WeightStore, str]
 
 class WeightWriter(Awaitable["WeightWriter"]):
     @property
@@ -79,4 +79,4 @@ async def save(
     replace: Optional[Union[bool, str, WeightUpsertMode]] = None, adapter: Optional[WeightAdapter] = None,
     store: Optional[_Store] = None, progress: Optional[Progress] = None,
 ) -> WeightRevisionMetadata: ...
-async def wait(name: str, min_generation: int = 1, *, timeout: Optional[float] = None, store: Optional[_Store] = None) -> WeightRevisionIdentity: ...
+async def wait(name: Name, min_generation: int = 1, *, timeout: Optional[float] = None, store: Optional[_Store] = None) -> WeightRevisionIdentity: ...

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ._arguments import optional_text, shown, text
 from ._arrays import byte_count, known_dtype, memory_of, numpy_dtype
 from ._easy import store_of
 from ._errors import InvalidArgumentError, invalid
@@ -56,7 +57,7 @@ class SparseDelta:
 
     def __post_init__(self):
         if not isinstance(self.metadata, Mapping):
-            raise invalid(f"the metadata of a sparse delta is {self.metadata!r}; give a mapping")
+            raise invalid(f"the metadata of a sparse delta is {shown(self.metadata)}; give a mapping")
 
     @property
     def tensor_id(self):
@@ -151,37 +152,45 @@ def upsert(deltas, *, replacing, semantics=Semantics.OVERWRITE, expected_metadat
     for delta in deltas:
         memories = [_member(delta, name) for name in _MEMBERS]
         kept.extend(memories)
-        try:
-            metadata = json.dumps(dict(delta.metadata), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            message = f"the metadata of {delta!r} is no JSON: {error}; give plain texts, numbers, lists and dicts"
-            raise invalid(message, tensor=delta.tensor_id) from error
-        described.append((metadata, *((memory.address, memory.nbytes) for memory in memories)))
+        described.append((_metadata_text(delta), *((memory.address, memory.nbytes) for memory in memories)))
     expected = None
     if expected_metadata_generation is not None:
         expected = generation_of(expected_metadata_generation, "expected_metadata_generation")
     replacement = json.dumps({
-        "base": base._to_wire(), "expected_metadata_generation": expected, "request_id": request_id, "wait_completed": bool(wait),
+        "base": base._to_wire(), "expected_metadata_generation": expected, "request_id": optional_text(request_id, "request_id"),
+        "wait_completed": bool(wait),
     })
+    semantics, policy = _semantics(semantics).value, policy_text(policy)
     report = json.loads(store._connection.client(store._cancel).delta(
-        replacement, described, _semantics(semantics).value, policy_text(policy), progress or store._connection.progress,
-        store._cancel))
+        replacement, described, semantics, policy, progress or store._connection.progress, store._cancel))
     del kept
     return WeightRevisionMetadata._from_wire(report["revision"])
+
+
+def _metadata_text(delta):
+    """The metadata as JSON. What it says is checked on the other side."""
+    try:
+        metadata = json.dumps(dict(delta.metadata), allow_nan=False, ensure_ascii=False)
+        metadata.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"the metadata of {delta!r} is no JSON: {error}; give plain texts, numbers, lists and dicts"
+        raise invalid(message, tensor=delta.tensor_id) from error
+    return metadata
 
 
 def _semantics(value):
     try:
         return Semantics(value.lower() if isinstance(value, str) else value)
     except ValueError:
-        raise invalid(f"semantics is {value!r}; OVERWRITE or ADDITIVE") from None
+        raise invalid(f"semantics is {shown(value)}; OVERWRITE or ADDITIVE") from None
 
 
 def _base_of(replacing, deltas):
     if isinstance(replacing, WeightRevisionIdentity):
         return replacing
     if not isinstance(replacing, str):
-        raise invalid(f"replacing is {replacing!r}; give a name or a WeightRevisionIdentity")
+        raise invalid(f"replacing is {shown(replacing)}; give a name or a WeightRevisionIdentity")
+    text(replacing, "replacing")
     tensor_id = deltas[0].tensor_id
     what = f"base_generation of the delta of tensor {tensor_id!r}"
     generation = generation_of(deltas[0].base_generation, what, tensor=tensor_id)
@@ -205,13 +214,13 @@ def _listed(deltas):
     try:
         each = iter(deltas)
     except TypeError:
-        raise invalid(f"deltas is {deltas!r}; give a list of ballast.delta.SparseDelta") from None
+        raise invalid(f"deltas is {shown(deltas)}; give a list of ballast.delta.SparseDelta") from None
     deltas = list(each)
     if not deltas:
         raise invalid("there is no delta to apply")
     for delta in deltas:
         if not isinstance(delta, SparseDelta):
-            raise invalid(f"{delta!r} is no delta; give a ballast.delta.SparseDelta")
+            raise invalid(f"{shown(delta)} is no delta; give a ballast.delta.SparseDelta")
     return deltas
 
 

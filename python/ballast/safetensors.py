@@ -7,6 +7,7 @@ back, byte for byte.
 import json
 import os
 
+from . import _arguments
 from ._easy import begin, get_state_dict, resolve, save, store_of
 from ._errors import invalid
 from ._store import LEASE_TTL_MS, WeightWriter, manifest_of, reading_text
@@ -15,10 +16,9 @@ from ._store import LEASE_TTL_MS, WeightWriter, manifest_of, reading_text
 def import_path(path, name, *, policy=None, replace=None, store=None, progress=None):
     """Publishes a safetensors file or a folder as the next generation of `name` (or the one it names) and answers its
     record. Files beside the tensors travel with them. `replace` as for `ballast.save`."""
-    store = store_of(store)
-    path = os.fspath(path)
+    store, path = store_of(store), _arguments.path(path, "path")
     if not os.path.exists(path):
-        raise invalid(f"{path!r} is not there; give a safetensors file or a folder that holds some")
+        raise invalid(f"path is {_arguments.shown(path)}, which is not there; give a safetensors file or a folder that holds some")
     native, identity = begin(store, name, path=path, policy=policy, replace=replace, progress=progress)
     with WeightWriter(native, identity, None, None, store._connection) as writer:
         writer._cancel = store._cancel
@@ -28,10 +28,10 @@ def import_path(path, name, *, policy=None, replace=None, store=None, progress=N
 def export(name, folder, *, overwrite=False, store=None, holder=None, lease_ttl_ms=LEASE_TTL_MS, verify="auto", progress=None):
     """Writes a revision's files into a folder and answers their paths. What was imported comes back byte for byte; what
     never was a file becomes `model.safetensors`. Nothing appears before everything was read."""
-    store = store_of(store)
+    store, folder, reading = store_of(store), _arguments.path(folder, "folder"), reading_text(holder, lease_ttl_ms, verify)
     identity = resolve(name, store)
     report = json.loads(store._connection.client(store._cancel).get_folder(
-        json.dumps(identity._to_wire()), os.fspath(folder), overwrite, reading_text(holder, lease_ttl_ms, verify),
+        json.dumps(identity._to_wire()), folder, bool(overwrite), reading,
         progress or store._connection.progress, store._cancel))
     manifest_of(report)
     return report["files"]

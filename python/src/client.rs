@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use ballast_client::delta::{self, Members, Semantics, SparseDelta};
 use ballast_client::{
     ConnectOptions, EventFeed, EventFilter, EventStart, Gateway, GetOptions, GetReport, GetTarget, OpenRevision,
-    PartWriter, PlacedBuffer, Route, ShardedTensor, Source, UpsertOptions, Verify, WeightStore, next_generation,
-    plan_replacement, resolve, safetensors,
+    PartWriter, PlacedBuffer, Route, ShardedTensor, Source, UpsertOptions, Verify, WeightStore, explain_missing,
+    next_generation, plan_replacement, resolve, safetensors,
 };
 use ballast_schemas::{
     BallastError, ErrorCode, LineageKey, ParticipantId, RevisionIdentity, SessionId, TenantId, UpsertMode,
@@ -187,6 +187,20 @@ fn report(report: &GetReport) -> Value {
     })
 }
 
+impl Client {
+    /// What was read, or why not, with the generations that are there where this one is not.
+    async fn explained<T>(
+        &self,
+        identity: &RevisionIdentity,
+        read: Result<T, BallastError>,
+    ) -> Result<T, BallastError> {
+        match read {
+            Err(error) => Err(explain_missing(&self.store, identity, error).await),
+            read => read,
+        }
+    }
+}
+
 #[pymethods]
 impl Client {
     /// Connects. `callback` hears of requests that are sent again.
@@ -208,6 +222,7 @@ impl Client {
                 other => return Err(BallastError::invalid(format!("route is {other:?}; best, unix or tcp"))),
             };
             options.waiting = progress(callback);
+            options.address_flag = "nats= (or BALLAST_NATS)";
             Gateway::connect(&options).await
         })?;
         let store = match default_policy {
@@ -359,7 +374,7 @@ impl Client {
             let options = options(reading, callback)?;
             let target = placement.map(|placement| placement.target(participant)).transpose()?;
             let target = GetTarget::Placed { target, buffers };
-            to_json(&report(&self.store.weight_get(&identity, target, options).await?))
+            to_json(&report(&self.explained(&identity, self.store.weight_get(&identity, target, options).await).await?))
         })
     }
 
@@ -380,7 +395,7 @@ impl Client {
             let identity: RevisionIdentity = read_json("the identity", identity)?;
             let options = options(reading, callback)?;
             let target = GetTarget::Directory { path: &path, overwrite };
-            to_json(&report(&self.store.weight_get(&identity, target, options).await?))
+            to_json(&report(&self.explained(&identity, self.store.weight_get(&identity, target, options).await).await?))
         })
     }
 
@@ -396,7 +411,8 @@ impl Client {
     ) -> PyResult<Opened> {
         let opened = wait(py, Some(&self.gateway), cancel, async {
             let identity: RevisionIdentity = read_json("the identity", identity)?;
-            OpenRevision::open(&self.store, &identity, options(reading, callback)?).await
+            let opened = OpenRevision::open(&self.store, &identity, options(reading, callback)?).await;
+            self.explained(&identity, opened).await
         })?;
         Ok(Opened::new(self.gateway.clone(), opened))
     }

@@ -2,6 +2,7 @@
 nothing, and an upsert does not send what its base has."""
 
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -176,6 +177,28 @@ def test_sharded_and_tied_tensors_are_changed_where_they_lie(store, name):
     after[[4, 90]] = -1
     record = delta.upsert([delta.between("head", tied, after, **GENERATIONS)], replacing=base, store=store)
     expect(store, record.identity, {"embed": after, "head": after})
+
+
+def test_deltas_directly_after_each_other_wait_for_each_other(store, name):
+    value = np.zeros(100, np.float32)
+    base = ballast.save({"w": value}, name, store=store, policy=HOT).identity
+    reader = ballast.open(base, store=store)
+    waited = []
+
+    def leave(phase, done, total, note):
+        if note and "claimed by replacement" in note and not waited:
+            waited.append(note)
+            threading.Thread(target=reader.close).start()
+
+    for generation in range(1, 5):
+        after = value.copy()
+        after[generation] = generation
+        one = delta.between("w", value, after, base_generation=generation, delta_generation=generation + 1)
+        record = delta.upsert([one], replacing=name, store=store, progress=leave)
+        value = after
+    # The second has waited for the reader of the first one's base.
+    assert waited and record.identity.weight_generation == 5
+    expect(store, record.identity, {"w": value})
 
 
 def nothing_stays(store, base):

@@ -11,7 +11,7 @@ import pytest
 import ballast
 from ballast.dtensor import DeviceMesh, Shard, placement
 from conftest import ROOT, leases, until
-from test_store import HOT, at_rest
+from test_store import HOT, at_rest, snapshot_of
 
 sys.path.insert(0, str(ROOT / "ops"))
 
@@ -89,6 +89,62 @@ def test_a_byte_that_flipped_on_disk_is_never_returned(parts, route):
     assert failed.value.code in ("CHECKSUM_MISMATCH", "UNAVAILABLE") and "layer.2" in failed.value.message
     assert "layer.2" not in failed.value.details["written"]
     until(lambda: leases(store, identity) == 0)
+
+
+def two_parts(store, name):
+    """A coordinator and a participant that have brought half of a model each."""
+    values = {"a": np.full(1 << 18, 1, np.float32), "b": np.full(1 << 18, 2, np.float32)}
+    snapshot = snapshot_of(values, name)
+    first = store.weight_put(snapshot.shared(["rank0", "rank1"], participant="rank0", patience=5), policy=HOT)
+    first.weight_put_tensor("a", values["a"])
+    second = store.weight_put(snapshot.part("rank1", first.session))
+    second.weight_put_tensor("b", values["b"])
+    return first, second, values
+
+
+def serves(store):
+    """Whether a node takes an import."""
+    try:
+        return ballast.save({"w": np.zeros(3, np.float32)}, "probe", store=store, policy=HOT)
+    except ballast.UnavailableError:
+        return None
+
+
+def lost(parts, call):
+    with pytest.raises(ballast.UnavailableError) as failed:
+        call()
+    node = parts.transfer_workers[0].name
+    for word in (f"node {node} holds nothing of this import any more", "restarted since the import began", "put everything again"):
+        assert word in failed.value.message, failed.value.message
+    assert failed.value.details == {"node": node, "import_lost": True}
+    return failed.value
+
+
+def test_a_node_that_was_restarted_says_what_became_of_the_imports_that_it_had(parts):
+    store = ballast.WeightStore(parts.url)
+    first, second, values = two_parts(store, "shared")
+    single = store.weight_put(snapshot_of(values, "single"), policy=HOT)
+    single.weight_put_tensor("a", values["a"])
+    other = store.weight_put(snapshot_of(values, "other"), policy=HOT)
+    other.weight_put_tensor("a", values["a"])
+    parts.transfer_workers[0].kill()
+    with pytest.raises(ballast.UnavailableError, match="if the node was restarted, everything has to be put again"):
+        other.weight_put_tensor("b", values["b"])
+    other.abort()
+    parts.transfer_workers[0].start()
+    until(lambda: serves(store))
+    lost(parts, second.commit)
+    assert "the import was given up" in lost(parts, first.commit).message
+    lost(parts, lambda: single.weight_put_tensor("b", values["b"]))
+    single.abort()
+    # What it says to do is what helps.
+    for name in ("shared", "single"):
+        identity = ballast.WeightRevisionIdentity("default", "default", name, "main", 1)
+        until(lambda: store.weight_get_metadata(identity).metadata.availability is ballast.WeightAvailability.DELETED)
+    first, second, values = two_parts(store, "shared")
+    second.commit()
+    assert first.commit().availability is ballast.WeightAvailability.READY
+    assert ballast.save(values, "single", store=store, policy=HOT).identity.weight_generation == 1
 
 
 def is_stopped(pid):

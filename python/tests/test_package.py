@@ -86,9 +86,10 @@ def test_the_tour_of_the_readme_works_as_shown(fresh, dev, tmp_path):
         pytest.skip("the README has no Python tour")
     script = tmp_path / "tour.py"
     script.write_text("\n".join(blocks))
-    run = subprocess.run(
-        [fresh / "venv/bin/python", script], env=dict(clean(os.environ), BALLAST_NATS=dev), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stdout + run.stderr
+    for _ in range(2):  # It can be taken again.
+        run = subprocess.run(
+            [fresh / "venv/bin/python", script], env=dict(clean(os.environ), BALLAST_NATS=dev), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_the_tour_of_the_packages_own_page_works(fresh, dev, tmp_path):
@@ -96,10 +97,11 @@ def test_the_tour_of_the_packages_own_page_works(fresh, dev, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
-    run = subprocess.run(
-        [fresh / "venv/bin/python", script], env=dict(clean(os.environ), BALLAST_NATS=dev), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "READY HOT" in run.stdout and "there is no revision" in run.stdout
+    for _ in range(2):
+        run = subprocess.run(
+            [fresh / "venv/bin/python", script], env=dict(clean(os.environ), BALLAST_NATS=dev), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "READY HOT" in run.stdout and "there is no revision" in run.stdout
     assert (tmp_path / "tiny-export/model.safetensors").is_file()
 
 

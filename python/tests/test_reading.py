@@ -259,6 +259,7 @@ def test_waiting_never_answers_an_older_generation(store, name):
     waiter.join()
     assert found[0].weight_generation == 3
     assert ballast.load(found[0], store=store).generation == 3
+    assert ballast.wait(found[0], store=store) == found[0]
 
 
 def test_save_replace_retires_the_base(store, name):

@@ -322,3 +322,4 @@ def test_nobody_there_is_unavailable_and_says_what_to_start():
     with pytest.raises(ballast.UnavailableError, match="ballast dev") as error:
         lonely.weight_list(namespace="default", resource_id="m")
     assert error.value.is_retryable and isinstance(error.value, ConnectionError)
+    assert "give the right address with nats= (or BALLAST_NATS)" in error.value.message and "--nats" not in error.value.message

@@ -191,8 +191,56 @@ def test_migrate_and_op_show_the_operation(site, ready):
     waited = site.cli.json("op", site.cli.json("migrate", name, "mixed", "--hot-ratio", "0.25")["operation_id"], "--wait")
     assert waited["status"] == "SUCCEEDED"
     assert abs(site.verbs.metadata(ready)["observed_hot_ppm"] - 250_000) < 2000
-    code, _, _ = site.cli.refusal("op", "op-999999.0")
-    assert code == NOT_FOUND
+    for arguments in (["op", "op-999999.0"], ["op", "history", "op-999999.0"], ["op", "cancel", "op-999999.0"]):
+        code, error, _ = site.cli.refusal(*arguments)
+        assert code == NOT_FOUND and "op-999999.0" in error["message"] and "ballast op --all" in error["message"]
+
+
+def test_a_generation_that_is_not_there_is_told_with_those_that_are(site, models, ready, scratch):
+    resource = ready["resource_id"]
+    for arguments in (
+        ["get", f"{resource}#9", "--to", scratch / "none"], ["open", f"{resource}#9", "--", "true"], ["show", f"{resource}#9"],
+        ["policy", f"{resource}#9"], ["migrate", f"{resource}#9", "cold"], ["repair", f"{resource}#9"], ["verify", f"{resource}#9"],
+        ["rm", f"{resource}#9"], ["upsert", models("plain"), resource, "--replacing", "9"],
+    ):
+        code, error, _ = site.cli.refusal(*arguments)
+        assert (code, error["message"]) == (
+            NOT_FOUND, f"there is no revision default/{resource}@main#9: of default/{resource}@main, #1 is READY"), arguments
+    code, error, _ = site.cli.refusal("get", f"{resource}-other#9", "--to", scratch / "none")
+    assert code == NOT_FOUND and "no other of" in error["message"] and "`ballast ls` shows what there is" in error["message"]
+    # What is there and can not be read is told as it stands.
+    site.empty(ready)
+    code, error, _ = site.cli.refusal("get", f"{resource}#1", "--to", scratch / "none")
+    assert "DELETED" in error["message"] and "there is no revision" not in error["message"]
+
+
+def test_a_listing_takes_a_prefix_of_names_and_nothing_else(site, models, fresh):
+    resource = fresh()["resource_id"]
+    site.put(models("plain"), f"x y/{resource}%2Fz")
+    for prefix in ("x%20y/", "x y/", f"x y/{resource}%2F", f"x%20y/{resource}"):
+        assert [one["identity"]["resource_id"] for one in site.cli.json("ls", prefix)] == [f"{resource}/z"], prefix
+    for wrong, why in (("x y/z/q", "at most one '/'"), (f"{resource}#1", "ballast show"), (f"{resource}@main", "ballast show"), ("team:x", "--tenant"), ("", "empty")):
+        done = site.cli.run("ls", wrong)
+        assert done.returncode == USAGE and why in done.stderr, (wrong, done)
+
+
+def test_a_ratio_that_does_nothing_yet_is_said(site, ready):
+    name = name_of(ready)
+    done = site.cli.run("policy", name, "--preferred", "cold", "--hot-ratio", "0.3")
+    assert done.returncode == 0 and "--hot-ratio 0.3 is kept for when the revision is MIXED" in done.stderr and "prefers COLD" in done.stderr
+    assert site.cli.run("policy", name, "--preferred", "mixed", "--hot-ratio", "0.4").stderr == ""
+
+
+def test_whoever_is_busy_says_how_to_wait(make_site, models):
+    site = make_site(worker_env={"BALLAST_STEP_DELAY_MS": "700"})
+    operation = site.cli.json("put", models("plain"), "moving")["operation_id"]
+    code, error, _ = site.cli.refusal("migrate", "moving", "cold")
+    assert code == BUSY and error["message"].endswith(f"(`ballast op {operation} --wait` waits for it)")
+    assert site.cli.json("op", operation, "--wait")["note"] is None
+    site.cli.json("migrate", "moving", "cold", "--wait")
+    # Twelve units of one size and a small one: a third of them is what there is.
+    operation = site.cli.json("migrate", "moving", "mixed", "--hot-ratio", "0.3", "--wait")
+    assert "a hot ratio of 0.3 was asked for; the nearest that" in operation["note"] and "ppm" not in operation["note"]
 
 
 def test_op_pauses_resumes_and_cancels(make_site, models):

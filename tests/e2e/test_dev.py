@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import signal
+import socket
 
 import pytest
 
@@ -150,6 +151,22 @@ def test_a_log_deleted_between_two_starts_is_refused_by_name_and_nothing_is_dele
     assert "log missing" in said and status["cluster_id"] in said, said
     after = footprint(one.data / "cold", one.memory.path)
     assert {path: after.get(path) for path in payload} == payload, "not one byte is deleted"
+
+
+def test_a_port_that_is_taken_is_refused_with_the_flag_and_leaves_nothing(dev):
+    one = dev()
+    with socket.create_server(("127.0.0.1", one.port)):
+        one.service.start(wait=False)
+        assert one.service.wait_end(20) == 21
+        said = one.service.output()
+        assert str(one.port) in said and "name another with --port (0 takes a free one)" in said, said
+        assert not one.data.exists()
+        # A folder that was there stays, and gets nothing in it either.
+        one.data.mkdir()
+        one.service.start(wait=False)
+        assert one.service.wait_end(20) == 21 and list(one.data.iterdir()) == []
+    one.service.start()
+    assert one.cli.json("status")["cluster_id"]
 
 
 def test_a_server_that_is_too_old_is_refused_with_the_reason(dev, scratch):

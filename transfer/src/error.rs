@@ -183,7 +183,7 @@ pub enum StoreError {
     },
     /// No such object.
     #[error(
-        "this node holds no object {key}; objects are evicted when room is needed and do not outlive a restart of their node"
+        "this node holds no object {key}; objects are evicted when room is needed and do not outlive a restart of their node: list (`ballast object ls`) shows those there are"
     )]
     NoObject {
         /// The key.

@@ -40,7 +40,10 @@ pub async fn history(history: &History, id: &str, out: Output) -> Result<(), Bal
     let begun =
         begun.ok_or_else(|| BallastError::invalid(format!("{id} is no operation's id; it is op-<entry>.<n>")))?;
     let bounds = history.bounds().await.map_err(failed)?;
-    let unknown = || BallastError::new(ErrorCode::NotFound, format!("the log knows no operation {id}"));
+    let unknown = || {
+        let message = format!("the log knows no operation {id}; `ballast op --all` shows those there are");
+        BallastError::new(ErrorCode::NotFound, message)
+    };
     if begun > bounds.last_seq {
         return Err(unknown());
     }
@@ -149,8 +152,9 @@ fn change(before: Option<&WeightOperation>, now: &WeightOperation) -> Option<(&'
         || now.last_error.as_ref().map_or_else(String::new, |error| format!("{}: {}", error.code, error.message));
     if now.status.is_terminal() {
         let reason = if now.status == OperationStatus::Failed { error() } else { now.note.clone().unwrap_or_default() };
-        let text = format!("{}, {}/{} units {reason}", now.status, now.processed_units, now.total_units);
-        return (!before.status.is_terminal()).then_some(("ENDED", text.trim_end().to_owned()));
+        let reason = if reason.is_empty() { reason } else { format!(": {reason}") };
+        let text = format!("{}, {}/{} units{reason}", now.status, now.processed_units, now.total_units);
+        return (!before.status.is_terminal()).then_some(("ENDED", text));
     }
     if now.attempts > before.attempts {
         let again = now.wake_at.map_or_else(String::new, |at| format!("; again at {} ms", at.0));

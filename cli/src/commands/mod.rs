@@ -16,10 +16,16 @@ mod write;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_client::{Admin, ConnectOptions, Gateway, Progress, WeightStore};
-use ballast_schemas::{BallastError, OperationId, OperationStatus, TenantId, WeightOperation, WeightStoragePolicy};
+use ballast_client::{Admin, ConnectOptions, Gateway, Progress, WeightStore, explain_missing};
+use ballast_schemas::{
+    BallastError, ErrorCode, OperationId, OperationStatus, Residency, RevisionIdentity, TenantId, WeightOperation,
+    WeightStoragePolicy,
+};
 
-use crate::args::{Command, OpAction, OpArgs, PolicyFlags};
+use crate::args::{
+    Command, GetArgs, MigrateArgs, NameArgs, OpAction, OpArgs, OpenArgs, PolicyArgs, PolicyFlags, RepairArgs, RmArgs,
+    UpsertArgs,
+};
 use crate::output::Output;
 
 /// How often something that is waited for is looked at.
@@ -57,9 +63,11 @@ async fn run_on_the_log(nats: &str, command: Command, out: Output) -> Result<Opt
 /// Connects and runs one command. Ctrl-C drops what it is at: a put is aborted, a lease released, before the program ends.
 pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), BallastError> {
     let Some(command) = run_on_the_log(nats, command, out).await? else { return Ok(()) };
-    let gateway = Gateway::connect(&ConnectOptions { waiting: said_waiting(out), ..ConnectOptions::new(nats) }).await?;
+    let options = ConnectOptions { waiting: said_waiting(out), address_flag: "--nats", ..ConnectOptions::new(nats) };
+    let gateway = Gateway::connect(&options).await?;
     let context =
         Context { store: WeightStore::new(gateway.clone()), admin: Admin::new(gateway.clone()), gateway, out };
+    let named = command.generation();
     // Those two end well on Ctrl-C by themselves.
     let ends_by_itself = matches!(command, Command::Open(_) | Command::Watch(_));
     let interrupted = async {
@@ -71,6 +79,11 @@ pub async fn run(nats: &str, command: Command, out: Output) -> Result<(), Ballas
         result = dispatch(&context, command) => Some(result),
         () = interrupted => None,
     };
+    let result = match (result, named) {
+        (Some(Err(error)), Some(named)) => Some(Err(explain_missing(&context.store, &named, error).await)),
+        (result, _) => result,
+    };
+    let result = result.map(|done| done.map_err(advised));
     // What failed or was dropped releases its lease and aborts its import in the background; the process outlives that.
     context.gateway.settle(SETTLE_PATIENCE).await;
     result.unwrap_or_else(|| {
@@ -91,6 +104,14 @@ fn said_waiting(out: Output) -> Progress {
             note.clone_into(&mut said);
         }
     })
+}
+
+/// BUSY with the command that waits for what is in the way.
+fn advised(mut error: BallastError) -> BallastError {
+    if let (ErrorCode::Busy, Some(id)) = (error.code, error.details["operation_id"].as_str()) {
+        error.message = format!("{} (`ballast op {id} --wait` waits for it)", error.message);
+    }
+    error
 }
 
 async fn dispatch(context: &Context, command: Command) -> Result<(), BallastError> {
@@ -116,6 +137,25 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), BallastErro
     }
 }
 
+impl Command {
+    /// The generation that a command is about, where it names one that must be there.
+    fn generation(&self) -> Option<RevisionIdentity> {
+        let (lineage, generation) = match self {
+            Command::Get(GetArgs { name, .. })
+            | Command::Open(OpenArgs { name, .. })
+            | Command::Show(NameArgs { name })
+            | Command::Verify(NameArgs { name })
+            | Command::Policy(PolicyArgs { name, .. })
+            | Command::Migrate(MigrateArgs { name, .. })
+            | Command::Repair(RepairArgs { name, .. })
+            | Command::Rm(RmArgs { name, .. }) => (&name.lineage, name.generation?),
+            Command::Upsert(UpsertArgs { name, replacing, .. }) => (&name.lineage, *replacing),
+            _ => return None,
+        };
+        lineage.generation(generation).ok()
+    }
+}
+
 impl PolicyFlags {
     /// Whether the flags say something, but not everything.
     fn is_partial(&self) -> bool {
@@ -124,12 +164,20 @@ impl PolicyFlags {
     }
 
     /// `base` with what the flags say, or `None` when they say nothing.
-    fn over(&self, base: WeightStoragePolicy) -> Result<Option<WeightStoragePolicy>, BallastError> {
+    fn over(&self, base: WeightStoragePolicy, out: Output) -> Result<Option<WeightStoragePolicy>, BallastError> {
         if self.preferred.is_none() && self.hot_ratio.is_none() && self.mode.is_none() {
             return Ok(None);
         }
+        let preferred = self.preferred.unwrap_or(base.preferred_residency);
+        if let Some(ratio) = self.hot_ratio.filter(|_| preferred != Residency::Mixed) {
+            out.note(&format!(
+                "--hot-ratio {} is kept for when the revision is MIXED (`ballast migrate NAME mixed`) and changes nothing now: \
+                 the policy prefers {preferred}",
+                f64::from(ratio)
+            ));
+        }
         WeightStoragePolicy::new(
-            self.preferred.unwrap_or(base.preferred_residency),
+            preferred,
             self.hot_ratio.unwrap_or(base.mixed_hot_ratio),
             self.mode.unwrap_or(base.migration_mode),
         )
@@ -173,7 +221,7 @@ fn succeeded(operation: WeightOperation) -> Result<WeightOperation, BallastError
         return Ok(operation);
     }
     let why = operation.last_error.as_ref();
-    let code = why.map_or(ballast_schemas::ErrorCode::Conflict, |error| error.code);
+    let code = why.map_or(ErrorCode::Conflict, |error| error.code);
     let reason = why.map_or_else(String::new, |error| format!(": {}", error.message));
     let message = format!("operation {} ended as {}{reason}", operation.operation_id, operation.status);
     let details = serde_json::to_value(&operation).unwrap_or_default();

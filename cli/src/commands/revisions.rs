@@ -8,7 +8,7 @@ use ballast_schemas::{
 use serde_json::json;
 
 use super::{Context, LOOK_EVERY, tenant};
-use crate::args::{LsArgs, Name, NameArgs, PolicyArgs, RmArgs};
+use crate::args::{LsArgs, Name, NameArgs, PolicyArgs, Prefix, RmArgs};
 use crate::output::{REVISION_HEADER, bytes, revision_row, revision_text, table};
 
 fn list_request(namespace: Option<Component>, resource_prefix: Option<String>, all: bool) -> ListRequest {
@@ -42,16 +42,8 @@ async fn list_all(
 }
 
 pub async fn ls(context: &Context, args: LsArgs) -> Result<(), BallastError> {
-    let (namespace, prefix) = match args.prefix.as_deref().map(|prefix| prefix.split_once('/')) {
-        None => (None, None),
-        Some(Some((namespace, rest))) => {
-            let namespace =
-                Component::new("namespace", namespace).map_err(|error| BallastError::invalid(error.to_string()))?;
-            (Some(namespace), (!rest.is_empty()).then(|| rest.to_owned()))
-        }
-        Some(None) => (None, args.prefix.clone()),
-    };
-    let revisions = list_all(context, &args.tenant, list_request(namespace, prefix, args.all)).await?;
+    let Prefix { namespace, resource } = args.prefix.unwrap_or_default();
+    let revisions = list_all(context, &args.tenant, list_request(namespace, resource, args.all)).await?;
     context.out.show(&revisions, || match revisions.is_empty() {
         true if args.all => "no revisions".to_owned(),
         true => "no READY revisions (--all shows imports in progress and tombstones too)".to_owned(),
@@ -83,7 +75,7 @@ pub async fn show(context: &Context, args: NameArgs) -> Result<(), BallastError>
 
 pub async fn policy(context: &Context, args: PolicyArgs) -> Result<(), BallastError> {
     let current = view(context, &args.name).await?.metadata;
-    let Some(policy) = args.policy.over(current.policy)? else {
+    let Some(policy) = args.policy.over(current.policy, context.out)? else {
         let policy = current.policy;
         context.out.show(&policy, || {
             let ratio = f64::from(policy.mixed_hot_ratio);

@@ -50,14 +50,15 @@ pub async fn put(context: &Context, args: PutArgs) -> Result<(), BallastError> {
         };
         // What the flags leave out is the cluster's.
         let policy = match args.policy.is_partial() {
-            true => args.policy.over(context.admin.status().await?.default_policy)?,
-            false => args.policy.over(WeightStoragePolicy::default())?,
+            true => args.policy.over(context.admin.status().await?.default_policy, context.out)?,
+            false => args.policy.over(WeightStoragePolicy::default(), context.out)?,
         };
         let writer = context.store.weight_put(source, &identity, policy, progress).await?;
         return publish(context, writer, None, args.wait).await;
     };
     let plan = plan_replacement(&context.store, &args.name.lineage, args.name.generation, mode).await?;
-    let policy = args.policy.over(context.store.weight_get_metadata(&plan.base).await?.metadata.policy)?;
+    let replaced = context.store.weight_get_metadata(&plan.base).await?.metadata;
+    let policy = args.policy.over(replaced.policy, context.out)?;
     let options =
         UpsertOptions { mode, policy, request_id: args.request_id.or(plan.request_id), wait_completed: args.wait };
     let (base, expected) = (plan.base, plan.expected_metadata_generation);
@@ -78,7 +79,7 @@ pub async fn upsert(context: &Context, args: UpsertArgs) -> Result<(), BallastEr
     let view = context.store.weight_get_metadata(&base).await?.metadata;
     let options = UpsertOptions {
         mode: args.upsert_mode,
-        policy: args.policy.over(view.policy)?,
+        policy: args.policy.over(view.policy, context.out)?,
         request_id: args.request_id,
         wait_completed: args.wait,
     };

@@ -197,6 +197,10 @@ fn start_blocking(options: ServerOptions) -> Result<EmbeddedServer, StartServerE
         None => locate_nats_server()?,
     };
     let in_folder = |source| StartServerError::Folder { path: options.data_dir.clone(), source };
+    if !options.data_dir.exists() {
+        // A folder is not made for a port that can not be had: once it is there, it keeps the port that it was started with.
+        choose_port(&options.data_dir, options.port)?;
+    }
     std::fs::create_dir_all(&options.data_dir).map_err(in_folder)?;
     let data_dir = options.data_dir.canonicalize().map_err(in_folder)?;
     let lock = lock_folder(&data_dir)?;

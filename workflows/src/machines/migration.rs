@@ -264,9 +264,27 @@ impl Migration<'_> {
         let planned = self.work.planned_ppm;
         (reached != Residency::Mixed || planned.abs_diff(asked) > NEAR_PPM).then(|| {
             format!(
-                "{asked} ppm hot were asked for; the nearest that {} whole units allow is {planned} ppm ({reached})",
-                self.index.len()
+                "a hot ratio of {} was asked for; the nearest that {} whole units allow is {} ({reached})",
+                ratio_text(asked),
+                self.index.len(),
+                ratio_text(planned)
             )
         })
+    }
+}
+
+/// Parts per million as the number between 0 and 1 that people give.
+fn ratio_text(ppm: u32) -> String {
+    let text = format!("{}.{:06}", ppm / 1_000_000, ppm % 1_000_000);
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ratio_reads_as_it_is_given() {
+        assert_eq!([0, 1, 500_000, 662_917, 1_000_000].map(ratio_text), ["0", "0.000001", "0.5", "0.662917", "1"]);
     }
 }
