@@ -76,17 +76,23 @@ class WeightUpsertMode(enum.IntEnum):
 _GENERATION_MAX = (1 << 64) - 1
 
 
-def one_of(kind, value, what):
-    """`value` as a member of the enumeration `kind`; its name and its number will do as well."""
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, enum.Enum) or isinstance(value, bool):
+def one_of(kind, value, what, among=None):
+    """`value` as a member of the enumeration `kind` (one of `among`); its name and its number will do as well."""
+    if isinstance(value, bool) or (isinstance(value, enum.Enum) and not isinstance(value, kind)):
         raise invalid(f"{what} is {shown(value)}; give a {kind.__name__}")
+    among = among or tuple(kind)
     try:
-        return kind[value.upper()] if isinstance(value, str) else kind(value)
+        member = kind[value.upper()] if isinstance(value, str) else kind(value)
     except (KeyError, ValueError, TypeError):
-        names = ", ".join(member.name for member in kind)
-        raise invalid(f"{what} is {shown(value)}; it must be one of {names}") from None
+        member = None
+    if member not in among:
+        given = shown(value) if member is None else member.name
+        raise invalid(f"{what} is {given}; it must be one of {', '.join(one.name for one in among)}")
+    return member
+
+
+# What a revision can be moved to.
+MOVABLE = (WeightResidencyState.HOT, WeightResidencyState.COLD, WeightResidencyState.MIXED)
 
 
 def generation_of(value, what, **details):
@@ -103,9 +109,7 @@ class WeightStoragePolicy:
     migration_mode: WeightMigrationMode = WeightMigrationMode.AUTO
 
     def __post_init__(self):
-        preferred = one_of(WeightResidencyState, self.preferred_residency, "preferred_residency")
-        if preferred not in (WeightResidencyState.HOT, WeightResidencyState.COLD, WeightResidencyState.MIXED):
-            raise invalid(f"preferred_residency is {preferred.name}; it must be HOT, COLD or MIXED")
+        preferred = one_of(WeightResidencyState, self.preferred_residency, "preferred_residency", MOVABLE)
         object.__setattr__(self, "preferred_residency", preferred)
         object.__setattr__(self, "mixed_hot_ratio", ratio(self.mixed_hot_ratio, "mixed_hot_ratio"))
         mode = one_of(WeightMigrationMode, self.migration_mode, "migration_mode")

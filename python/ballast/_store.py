@@ -12,8 +12,9 @@ from ._arrays import check, memory_of
 from ._errors import BallastError, ConflictError, NotFoundError, invalid
 from ._placement import LocalPlacement, WeightPlacement, bindings_of
 from ._records import (
-    WeightManifest, WeightOperation, WeightReplacement, WeightResidencyState, WeightRevisionIdentity, WeightRevisionMetadata,
-    WeightRevisionPage, WeightRevisionView, WeightStoragePolicy, WeightUpsertMode, generation_of, human_bytes, one_of,
+    MOVABLE, WeightManifest, WeightOperation, WeightReplacement, WeightResidencyState, WeightRevisionIdentity,
+    WeightRevisionMetadata, WeightRevisionPage, WeightRevisionView, WeightStoragePolicy, WeightUpsertMode, generation_of,
+    human_bytes, one_of,
 )
 from ._snapshot import ArrayAdapter, WeightSnapshot
 
@@ -352,7 +353,7 @@ class WeightStore:
 
     def weight_migrate(self, identity, *, target, expected_metadata_generation, mixed_hot_ratio=None):
         """Starts (or finds) a migration to HOT, COLD or MIXED and answers the operation."""
-        target = one_of(WeightResidencyState, target, "target")
+        target = one_of(WeightResidencyState, target, "target", MOVABLE)
         mixed_hot_ratio = None if mixed_hot_ratio is None else ratio(mixed_hot_ratio, "mixed_hot_ratio")
         if mixed_hot_ratio is not None and target is not WeightResidencyState.MIXED:
             raise invalid(f"mixed_hot_ratio is for MIXED, the target is {target.name}")

@@ -87,6 +87,12 @@ pub(crate) fn wait<T: Send>(
     cancel: Option<&Cancel>,
     work: impl Future<Output = Result<T, BallastError>> + Send,
 ) -> PyResult<T> {
+    // Progress is told in the middle of a call, on its thread.
+    if tokio::runtime::Handle::try_current().is_ok() {
+        let message =
+            "Ballast was called out of a progress callback, which one of its calls waits for; do it after that call";
+        return Err(raise(py, &BallastError::invalid(message)));
+    }
     let runtime = runtime().map_err(|error| raise(py, &error))?;
     let mut cancelled = cancel.map(|cancel| cancel.switch.subscribe());
     let end = py.detach(|| {

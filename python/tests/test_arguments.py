@@ -229,3 +229,14 @@ def test_what_is_repeated_of_a_huge_argument_is_short(lonely):
         known = spec(name="n" * 4000)
         check(memory_of(bytes(8), known.name), known.name, known.dtype, known.shape, writable=False)
     assert error.value.details["tensor"] == "n" * 4000, "the facts are whole"
+
+
+@pytest.mark.parametrize("value", ["UNKNOWN", "ABSENT", "warm", 0, 4, 9, None, 1.5, True, ballast.WeightResidencyState.ABSENT, ballast.WeightMigrationMode.AUTO])
+def test_a_residency_that_nothing_can_be_moved_to_is_refused_with_those_it_can(lonely, value):
+    calls = {
+        "target": lambda: lonely.weight_migrate(identity(), target=value, expected_metadata_generation=1),
+        "preferred_residency": lambda: ballast.WeightStoragePolicy(preferred_residency=value),
+    }
+    for what, call in calls.items():
+        typed = value is True or value is ballast.WeightMigrationMode.AUTO
+        refused(call, what, "WeightResidencyState" if typed else "one of HOT, COLD, MIXED")

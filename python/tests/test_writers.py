@@ -155,6 +155,21 @@ def test_progress_is_told(cluster, name):
     assert ("reading", values["w"].nbytes, values["w"].nbytes, None) in told
 
 
+def test_a_call_out_of_a_progress_callback_is_refused_by_name(cluster, name):
+    told = []
+
+    def asking(*_):
+        try:
+            ballast.WeightStore(cluster.nats).weight_is_exist(ballast.WeightRevisionIdentity("default", "default", "m", "main", 1))
+        except ballast.BallastError as error:
+            told.append(error)
+
+    store = ballast.WeightStore(cluster.nats, progress=asking)
+    ballast.save({"w": np.zeros(1000, np.float32)}, name, store=store)
+    assert told and all(error.code == "INVALID_ARGUMENT" and "progress callback" in error.message for error in told)
+    assert ballast.load(name, store=store)["w"].shape == (1000,)
+
+
 def test_a_progress_callback_that_raises_does_no_harm(cluster, name):
     def raising(*update):
         raise RuntimeError("not interested")
