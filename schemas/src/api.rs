@@ -3,6 +3,8 @@
 //! Every request may carry `min_log_seq` (read your own writes through any gateway), `consistency` and, for
 //! mutations, `request_id` (idempotency key). Every reply carries `log_seq` and one of the bodies below, or `error`.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::command::{Coordinator, default_import_ttl_ms, default_lease_ttl_ms};
@@ -15,7 +17,7 @@ use crate::metadata::{
 };
 use crate::node::{NodeCheck, NodeEndpoint, NodeStatus};
 use crate::policy::{HotRatio, WeightStoragePolicy};
-use crate::position::{InstanceId, LeaseId, OperationId, ParticipantId, SessionId, WriterId};
+use crate::position::{InstanceId, LeaseId, NodeId, OperationId, ParticipantId, SessionId, WriterId};
 use crate::state::{Residency, UpsertMode};
 use crate::time::LogTime;
 
@@ -318,6 +320,9 @@ body! {
         instance: InstanceId,
         /// As its join answered.
         epoch: u64,
+        /// `finish_part`: by node, the run of its process (`incarnation`) that has compared what this one brought.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        incarnations: BTreeMap<NodeId, String>,
     }
 }
 
@@ -326,6 +331,9 @@ body! {
     PartReply {
         /// The participant.
         part: ImportPart,
+        /// Of `renew_part`: opens the nodes' doors for longer than the one before.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        token: Option<String>,
     }
 }
 
@@ -359,6 +367,9 @@ body! {
     SessionReply {
         /// The session.
         session: ImportSession,
+        /// Opens the nodes' doors for longer than the one before.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        token: Option<String>,
     }
 }
 

@@ -156,6 +156,7 @@ impl Client {
             participant: part.participant,
             instance: part.instance,
             epoch: part.epoch,
+            incarnations: BTreeMap::new(),
         };
         match either(self.bring(job, session, rank, &own), self.keep_part(session, &own)).await {
             Either::First(brought) => brought,
