@@ -327,8 +327,15 @@ impl Client {
             let deltas = SparseDelta::read_all(&deltas.iter().map(object).collect::<Vec<_>>())?;
             let options = UpsertOptions { policy, request_id, wait_completed, ..UpsertOptions::default() };
             let progress = progress(callback);
-            let applied =
-                delta::upsert(&self.store, &deltas, semantics, &base, expected_metadata_generation, options, progress);
+            let applied = delta::upsert(
+                &self.store,
+                deltas.into(),
+                semantics,
+                &base,
+                expected_metadata_generation,
+                options,
+                progress,
+            );
             report_text(applied.await?)
         })
     }

@@ -320,11 +320,22 @@ async fn a_base_may_be_in_pieces_and_a_copy_that_is_wrong_is_replaced_by_another
     let all = [copy(0), copy(1), copy(2), copy(3)];
     let error = importer.derive(&all, |_| {}).await.unwrap_err();
     assert_eq!(error.code(), ErrorCode::ChecksumMismatch, "{error}");
+    // The node that had it wrong was told, and has given it up, as after a reader of its own.
+    let holdings = others[0].store.describe(&base).unwrap();
+    let lost: Vec<u32> = (0..4).filter(|unit| SIZES[*unit as usize] > 0 && !holdings.hot.get(*unit)).collect();
+    assert_eq!(lost.len(), 1, "{holdings:?}");
     importer.derive(&all, |_| {}).await.unwrap();
     sealed(&node, &id, &contents()).await;
+    // Who is right looks, and keeps what it has.
+    let mut reader = others[1].connect(&base, TokenRight::Read, Route::Tcp).await;
+    for unit in 0..4 {
+        assert!(reader.check(unit).await.unwrap().hot.get(unit));
+    }
+    assert_eq!(reader.check(99).await.unwrap_err().code(), ErrorCode::InvalidArgument);
+    let mut writer = others[1].connect(&base, TokenRight::Import, Route::Tcp).await;
+    assert_eq!(writer.check(0).await.unwrap_err().code(), ErrorCode::Unauthorized);
 
-    // The first one gives it up; then neither has all of it.
-    others[0].store.verify(&base, 0, &Progress::default()).unwrap();
+    // Then neither has all of it.
     let (id, mut importer) = target(&node, 3, Route::Tcp).await;
     importer.open_base(&token_of(&base, &holders), &holders).await.unwrap();
     importer.derive(&all, |_| {}).await.unwrap();

@@ -53,7 +53,8 @@ async fn apply(
     request_id: Option<&str>,
 ) -> Result<PutReport, BallastError> {
     let options = UpsertOptions { request_id: request_id.map(Into::into), ..UpsertOptions::default() };
-    delta::upsert(store, &[changed()], Semantics::Overwrite, &identity(1), expected, options, Progress::none()).await
+    delta::upsert(store, [changed()].into(), Semantics::Overwrite, &identity(1), expected, options, Progress::none())
+        .await
 }
 
 fn expect_target(cluster: &Cluster, node: &NodeStore) {
