@@ -20,7 +20,7 @@ use uuid::Uuid;
 use crate::gateway::Gateway;
 use crate::nodes::Transport;
 use crate::pieces::Pieces;
-use crate::progress::Progress;
+use crate::progress::{Phase, Progress};
 use crate::published::{Published, published_by};
 use crate::put::{Gathered, SMALL_BYTES, Work};
 use crate::session::{ImportToken, OpenSession, keep_alive, until_lost};
@@ -102,6 +102,9 @@ pub struct PartWriter {
     /// Of the gathered pieces, in their order.
     offered: Vec<OfferedFragment>,
     sent_bytes: u64,
+    /// Bytes of the boxes that the nodes have, whoever sent them. How many there will be is not known.
+    written_bytes: u64,
+    progress: Progress,
     started: Instant,
 }
 
@@ -155,10 +158,11 @@ impl PartWriter {
         identity: &RevisionIdentity,
         session_id: &SessionId,
         participant: &ParticipantId,
+        progress: Progress,
     ) -> Result<Self, BallastError> {
         let (plan, units) = source.plan(identity)?;
         expect_later(&units)?;
-        Self::begin(store.gateway(), (&plan, &units), identity, session_id, participant).await
+        Self::begin(store.gateway(), (&plan, &units), identity, session_id, participant, progress).await
     }
 
     async fn begin(
@@ -167,6 +171,7 @@ impl PartWriter {
         identity: &RevisionIdentity,
         session_id: &SessionId,
         participant: &ParticipantId,
+        progress: Progress,
     ) -> Result<Self, BallastError> {
         let started = Instant::now();
         let writer_id = WriterId::new(Uuid::new_v4().to_string());
@@ -195,6 +200,8 @@ impl PartWriter {
             gathered: Gathered::default(),
             offered: Vec::new(),
             sent_bytes: 0,
+            written_bytes: 0,
+            progress,
             started,
         })
     }
@@ -296,6 +303,8 @@ impl PartWriter {
             error = lost => Err(error),
         };
         self.sent_bytes += sent.map_err(|error| named(&self.pieces, error))?;
+        self.written_bytes += fragments.iter().map(|fragment| fragment.bytes).sum::<u64>();
+        self.progress.tell(Phase::Writing, self.written_bytes, 0);
         Ok(())
     }
 
@@ -308,20 +317,23 @@ impl PartWriter {
     pub async fn finish(mut self) -> Result<PartReport, BallastError> {
         self.send_gathered().await?;
         let given = self.pieces.given();
+        let bytes = given.iter().map(|fragment| fragment.bytes).sum();
         let (existed, transport) = match self.work {
             PartWork::Importing(mut joined) => {
+                self.progress.tell(Phase::Sealing, 0, bytes);
                 joined.finish(&self.gateway, &self.pieces, &given).await?;
+                self.progress.tell(Phase::Sealing, bytes, bytes);
                 (false, Some(joined.upload.transport()))
             }
             PartWork::Repeated(published) => {
-                published.compare_part(&self.gateway, &self.pieces, &Progress::none()).await?;
+                published.compare_part(&self.gateway, &self.pieces, &self.progress).await?;
                 (true, None)
             }
         };
         Ok(PartReport {
             identity: self.identity,
             participant: self.participant,
-            bytes: given.iter().map(|fragment| fragment.bytes).sum(),
+            bytes,
             sent_bytes: self.sent_bytes,
             elapsed: self.started.elapsed(),
             existed,
@@ -431,10 +443,14 @@ pub(crate) async fn share(
     sharing: Sharing,
     session: OpenSession,
     upload: Upload,
+    progress: &Progress,
 ) -> Result<Work, BallastError> {
     let part = match &sharing.participant {
         None => None,
-        Some(own) => Some(Box::new(PartWriter::begin(gateway, planned, identity, session.session_id(), own).await?)),
+        Some(own) => {
+            let session_id = session.session_id();
+            Some(Box::new(PartWriter::begin(gateway, planned, identity, session_id, own, progress.clone()).await?))
+        }
     };
     Ok(Work::Shared { session, upload, part, patience: sharing.patience })
 }

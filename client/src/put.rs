@@ -179,7 +179,8 @@ impl PutWriter {
                     match Upload::begin(gateway, &reply.endpoints, session.token(), &plan.extents()).await {
                         Ok(mut upload) => {
                             if let Some(sharing) = sharing {
-                                break share(gateway, (&plan, &units), &request.identity, sharing, session, upload)
+                                let planned = (&plan, units.as_slice());
+                                break share(gateway, planned, &request.identity, sharing, session, upload, &progress)
                                     .await?;
                             }
                             if let Some(base) = &request.base

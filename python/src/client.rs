@@ -252,7 +252,9 @@ impl Client {
                 Some(Sharing { participants, participant: Some(own), session: Some(session), .. })
                     if participants.is_empty() =>
                 {
-                    return PartWriter::join(&self.store, source, &identity, &session, &own).await.map(Put::part);
+                    let joined =
+                        PartWriter::join(&self.store, source, &identity, &session, &own, progress(callback)).await;
+                    return joined.map(Put::part);
                 }
                 Some(sharing) => sharing.coordinated(source)?,
             };

@@ -1,6 +1,7 @@
 """Many writers, one commit: the ranks of a job put one revision together, and whoever dies, is stale, or disagrees is named."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -301,13 +302,29 @@ def test_a_job_that_is_repeated_after_its_commit_finds_what_it_has_published(sto
     first, second = put()
     assert not first.report["existed"] and not second.report["existed"]
     again, part = put()
-    assert again.revision == first.revision and again.report["existed"] and part.report["existed"]
+    # All of it but when it was read: the comparing is a read.
+    assert dataclasses.replace(again.revision, last_accessed_at_ms=0) == first.revision
+    assert again.report["existed"] and part.report["existed"]
     assert part.report["sent_bytes"] == 0 and part.report["bytes"] == second.report["bytes"]
     # Other bytes are refused by name, and harm nobody.
     _, other, _ = two_halves(name)
     other[1]["w"].local[1][-1] += 1
     with pytest.raises(ballast.ConflictError, match="tensor 'w'|tensor \"w\""):
         put(other)
+    loaded(store, first.identity, values)
+
+
+def test_a_rank_tells_how_far_it_is(cluster, name):
+    values, held, snapshots = two_halves(name)
+    told = []
+    store = ballast.WeightStore(cluster.nats, progress=lambda phase, done, total, note: told.append((phase, done, total)))
+    adapter = DTensorAdapter()
+    with store.weight_put(snapshots[0].shared(RANKS), adapter, policy=HOT) as first:
+        for rank, own in enumerate(held):
+            with store.weight_put(snapshots[rank].part(RANKS[rank], first.session), adapter) as part:
+                put_all(part, own)
+            assert ("sealing", part.report["bytes"], part.report["bytes"]) in told
+        assert [done for phase, done, _ in told if phase == "writing"]
     loaded(store, first.identity, values)
 
 

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use ballast_schemas::frame::{DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Number, Patch, PatchRule};
+use ballast_schemas::frame::{
+    DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Description, Number, Patch, PatchRule,
+};
 use ballast_schemas::{Digest, ErrorCode, InstanceId, TokenRight};
 
 use crate::checksum::checksum;
@@ -199,6 +201,25 @@ async fn wrong_bytes_of_a_base_are_noticed_and_no_longer_count() {
         let error = importer.derive(&[copy(1)], |_| {}).await.unwrap_err();
         assert_eq!(error.code(), ErrorCode::Unavailable, "{error}");
         importer.derive(&[copy(2)], |_| {}).await.unwrap();
+    }
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_told_of_a_wrong_unit_looks_at_every_copy_of_its_own() {
+    let node = Node::start().await;
+    for (number, cold) in [(1, true), (2, false)] {
+        let base = named(number);
+        import(&node.store, &base, &SIZES);
+        if cold {
+            node.demote(&base, 0..4);
+        }
+        let mut reader = node.connect(&base, TokenRight::Read, Route::Tcp).await;
+        let held = |description: &Description, unit| description.hot.get(unit) || description.cold.get(unit);
+        assert!(held(&reader.check(1).await.unwrap(), 1), "nobody's word is taken");
+        spoil(if cold { node.folders.cold.path() } else { node.folders.memory.path() }, &base);
+        let after = reader.check(1).await.unwrap();
+        assert!(!held(&after, 1) && held(&after, 2), "{after:?}");
     }
     node.stop().await;
 }

@@ -1,10 +1,11 @@
 //! Puts of several participants: what is sent again, who is waited for, and what a successor of the coordinator finds.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ballast_client::{
-    OpenRevision, PartWriter, Progress, PutWriter, Route, ShardedTensor, Sharing, Source, TensorData, TensorSource,
-    WeightStore,
+    OpenRevision, PartWriter, Phase, Progress, ProgressUpdate, PutWriter, Route, ShardedTensor, Sharing, Source,
+    TensorData, TensorSource, WeightStore,
 };
 use ballast_schemas::{Availability, BallastError, ErrorCode, LogTime, NodeEndpoint, NodeId, ParticipantId, SessionId};
 use ballast_transfer::DataPlaneOptions;
@@ -53,7 +54,7 @@ async fn share(store: &WeightStore, sharing: Sharing) -> Result<PutWriter, Balla
 }
 
 async fn join(store: &WeightStore, number: u32) -> PartWriter {
-    PartWriter::join(store, source(), &identity(1), &session(), &rank(number)).await.unwrap()
+    PartWriter::join(store, source(), &identity(1), &session(), &rank(number), Progress::none()).await.unwrap()
 }
 
 async fn expect_all(cluster: &Cluster) {
@@ -169,6 +170,32 @@ async fn put_all(part: &mut PartWriter, names: &[&str]) {
 }
 
 #[tokio::test]
+async fn a_participant_tells_how_far_it_is() {
+    let cluster = Cluster::start().await;
+    let store = cluster.store(Route::Best).await;
+    let first = share(&store, sharing(None, 1)).await.unwrap();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let hears = told.clone();
+    let progress = Progress::new(move |update: &ProgressUpdate| {
+        hears.lock().unwrap().push((update.phase, update.done_bytes, update.total_bytes));
+    });
+    let mut part =
+        PartWriter::join(&store, source(), &identity(1), &session(), &rank(0), progress.clone()).await.unwrap();
+    put_all(&mut part, &["a", "large", "b"]).await;
+    part.finish().await.unwrap();
+    let (large, all) = (600 << 10, 1300 + (600 << 10));
+    let expected = [
+        (Phase::Writing, 1000, 0),
+        (Phase::Writing, 1000 + large, 0),
+        (Phase::Writing, all, 0),
+        (Phase::Sealing, 0, all),
+        (Phase::Sealing, all, all),
+    ];
+    assert_eq!(*told.lock().unwrap(), expected);
+    first.commit().await.unwrap();
+}
+
+#[tokio::test]
 async fn the_repeat_of_a_job_whose_commit_was_not_heard_finds_it_published() {
     let cluster = Cluster::start().await;
     let store = cluster.store(Route::Best).await;
@@ -209,7 +236,8 @@ async fn the_repeat_of_a_job_whose_commit_was_not_heard_finds_it_published() {
         assert_eq!(again.commit().await.unwrap_err().code, ErrorCode::Conflict);
         // Whoever comes from another session is refused at once.
         let stale = SessionId::new("step-6").unwrap();
-        let refused = PartWriter::join(&other, source(), &identity(1), &stale, &rank(1)).await.unwrap_err();
+        let refused =
+            PartWriter::join(&other, source(), &identity(1), &stale, &rank(1), Progress::none()).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::Conflict);
         let refused = share(&other, Sharing { session_id: Some(stale), ..sharing(None, 2) }).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::Conflict);
@@ -238,8 +266,9 @@ async fn boxes_of_a_repeat_are_compared_with_what_is_published_of_their_tensor()
     let bytes = content(3, 1000);
     for route in [Route::Unix, Route::Tcp] {
         let store = cluster.store(route).await;
-        let join =
-            async |number, source| PartWriter::join(&store, source, &identity(1), &session(), &rank(number)).await;
+        let join = async |number, source| {
+            PartWriter::join(&store, source, &identity(1), &session(), &rank(number), Progress::none()).await
+        };
         let whole = sharded(400).shared(sharing(None, 2));
         let first = store.weight_put(whole, &identity(1), None, Progress::none()).await.unwrap();
         let cuts = [(0, 0..400_usize), (1, 400..1000)];
