@@ -2,6 +2,7 @@
 //! asleep and come back after another run has taken their place, or disagree about what several of them hold. The coordinator
 //! is one of those that come again: on another machine, while the run before it is dead, asleep, or only slow.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use ballast_schemas::frame::Offers;
