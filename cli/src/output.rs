@@ -315,4 +315,39 @@ mod tests {
         let text = table(&["A", "B"], &[vec!["longer".into(), "x".into()]]);
         assert_eq!(text, "A       B\nlonger  x\n");
     }
+
+    #[test]
+    fn an_import_of_several_writers_names_who_is_done_and_each_one_that_is_missing() {
+        let part = |name: &str, state, silent_ms| PartView {
+            participant: ballast_schemas::ParticipantId::new(name).unwrap(),
+            state,
+            epoch: u64::from(state != PartState::Declared),
+            silent_ms,
+        };
+        let mut import = ImportView {
+            session_id: ballast_schemas::SessionId::new("step-7").unwrap(),
+            epoch: 1,
+            ends_in_ms: 30_000,
+            participants: vec![
+                part("rank0", PartState::Done, 9_000),
+                part("rank1", PartState::Writing, 1_000),
+                part("rank2", PartState::Declared, 9_000),
+                part("rank3", PartState::Writing, 20_000),
+            ],
+        };
+        let rows = |import: &ImportView| -> Vec<String> {
+            import_rows(import).into_iter().map(|(name, value)| format!("{name}: {value}")).collect()
+        };
+        let expected = [
+            "session: step-7, ends in 30.0 s unless renewed",
+            "finished: 1 of 4",
+            ": rank0",
+            "missing: rank2 has not joined",
+            ": rank3 is writing, last heard of 20.0 s ago",
+            ": rank1 is writing, last heard of 1.0 s ago",
+        ];
+        assert_eq!(rows(&import), expected);
+        import.participants.truncate(1);
+        assert_eq!(rows(&import)[1], "finished: 1 of 1, the commit is to come");
+    }
 }
