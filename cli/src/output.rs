@@ -5,7 +5,9 @@ use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
 pub use ballast_schemas::human_bytes as bytes;
-use ballast_schemas::{BallastError, RevisionView, WeightOperation, WeightRevisionMetadata, human_ms};
+use ballast_schemas::{
+    BallastError, ImportView, PartState, PartView, RevisionView, WeightOperation, WeightRevisionMetadata, human_ms,
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
@@ -193,7 +195,33 @@ pub fn revision_text(view: &RevisionView) -> String {
     rows.push(("placed on", nodes.join(", ")));
     rows.push(("created", time(revision.created_unix_ms)));
     rows.push(("updated", time(revision.updated_unix_ms)));
+    rows.extend(view.import.iter().flat_map(import_rows));
     rows.iter().map(|(name, value)| format!("{name:20}{value}\n")).collect()
+}
+
+/// Of an import by several writers: who is done, and of each one that is not, how far it is. Those that never came stand first.
+fn import_rows(import: &ImportView) -> Vec<(&'static str, String)> {
+    let (done, mut left): (Vec<&PartView>, Vec<&PartView>) =
+        import.participants.iter().partition(|part| part.state == PartState::Done);
+    left.sort_by_key(|part| (part.state, std::cmp::Reverse(part.silent_ms)));
+    let count = import.participants.len();
+    let mut rows = vec![
+        ("session", format!("{}, ends in {} unless renewed", import.session_id, human_ms(import.ends_in_ms))),
+        (
+            "finished",
+            format!("{} of {count}{}", done.len(), if left.is_empty() { ", the commit is to come" } else { "" }),
+        ),
+    ];
+    if !done.is_empty() {
+        let names: Vec<&str> = done.iter().map(|part| part.participant.as_str()).collect();
+        rows.push(("", names.join(", ")));
+    }
+    let describe = |part: &&PartView| match part.state {
+        PartState::Declared => format!("{} has not joined", part.participant),
+        _ => format!("{} is writing, last heard of {} ago", part.participant, human_ms(part.silent_ms)),
+    };
+    rows.extend(left.iter().enumerate().map(|(at, part)| (if at == 0 { "missing" } else { "" }, describe(part))));
+    rows
 }
 
 /// The rows of `ballast op`.
@@ -286,5 +314,40 @@ mod tests {
     fn columns_are_as_wide_as_their_widest_cell() {
         let text = table(&["A", "B"], &[vec!["longer".into(), "x".into()]]);
         assert_eq!(text, "A       B\nlonger  x\n");
+    }
+
+    #[test]
+    fn an_import_of_several_writers_names_who_is_done_and_each_one_that_is_missing() {
+        let part = |name: &str, state, silent_ms| PartView {
+            participant: ballast_schemas::ParticipantId::new(name).unwrap(),
+            state,
+            epoch: u64::from(state != PartState::Declared),
+            silent_ms,
+        };
+        let mut import = ImportView {
+            session_id: ballast_schemas::SessionId::new("step-7").unwrap(),
+            epoch: 1,
+            ends_in_ms: 30_000,
+            participants: vec![
+                part("rank0", PartState::Done, 9_000),
+                part("rank1", PartState::Writing, 1_000),
+                part("rank2", PartState::Declared, 9_000),
+                part("rank3", PartState::Writing, 20_000),
+            ],
+        };
+        let rows = |import: &ImportView| -> Vec<String> {
+            import_rows(import).into_iter().map(|(name, value)| format!("{name}: {value}")).collect()
+        };
+        let expected = [
+            "session: step-7, ends in 30.0 s unless renewed",
+            "finished: 1 of 4",
+            ": rank0",
+            "missing: rank2 has not joined",
+            ": rank3 is writing, last heard of 20.0 s ago",
+            ": rank1 is writing, last heard of 1.0 s ago",
+        ];
+        assert_eq!(rows(&import), expected);
+        import.participants.truncate(1);
+        assert_eq!(rows(&import)[1], "finished: 1 of 1, the commit is to come");
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use ballast_schemas::{BallastError, ErrorCode, NodeEndpoint};
 use ballast_transfer::{ConnectOptions, NodeConnection, Route};
-use serde_json::json;
 
 /// Longest time without progress before a node is given up.
 const STALL: Duration = Duration::from_secs(15);
@@ -48,23 +47,6 @@ pub(crate) async fn connect(
 ) -> Result<NodeConnection, BallastError> {
     let options = ConnectOptions { route, stall: STALL, patience: LONG_WORK };
     Ok(NodeConnection::connect(endpoint, token, &options).await?)
-}
-
-/// What a node says of an import that it has taken room for: that it holds nothing of it means that its process is another
-/// one since, or has given the import up.
-pub(crate) fn lost_by<E: Into<BallastError>>(endpoint: &NodeEndpoint) -> impl Fn(E) -> BallastError {
-    let node = endpoint.node.clone();
-    move |error| match error.into() {
-        BallastError { code: ErrorCode::NotFound, .. } => {
-            let message = format!(
-                "node {node} holds nothing of this import any more: it was restarted since the import began, and what it had taken \
-                 was in its memory alone until the commit; put everything again, under a new session"
-            );
-            BallastError::new(ErrorCode::Unavailable, message)
-                .with_details(json!({ "node": node, "import_lost": true }))
-        }
-        error => error,
-    }
 }
 
 /// That a node can not be reached any more in the middle of an import, with what that means for it.

@@ -2,13 +2,14 @@
 //! and commits the import. Nobody ever holds the whole model: what the others have sent is known to the coordinator by
 //! its checksums.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use ballast_schemas::frame::{ByteRange, OfferedFragment};
 use ballast_schemas::manifest::ManifestPlan;
 use ballast_schemas::{
-    BallastError, ErrorCode, ImportPart, ImportReply, JoinImportReply, JoinImportRequest, PartReply, PartRequest,
-    ParticipantId, RevisionIdentity, SessionId, WriterId, human_ms, missing_parts,
+    BallastError, ErrorCode, ImportPart, ImportReply, JoinImportReply, JoinImportRequest, NodeId, PartReply,
+    PartRequest, ParticipantId, Rejection, RevisionIdentity, SessionId, WriterId, human_ms, lost_parts, missing_parts,
 };
 use ballast_transfer::checksum;
 use serde_json::{Value, json};
@@ -19,9 +20,10 @@ use uuid::Uuid;
 use crate::gateway::Gateway;
 use crate::nodes::Transport;
 use crate::pieces::Pieces;
-use crate::progress::Progress;
+use crate::progress::{Phase, Progress};
+use crate::published::{Published, published_by};
 use crate::put::{Gathered, SMALL_BYTES, Work};
-use crate::session::{OpenSession, keep_alive, until_lost};
+use crate::session::{ImportToken, OpenSession, keep_alive, until_lost};
 use crate::source::{Data, Source, UnitSource};
 use crate::store::WeightStore;
 use crate::upload::Upload;
@@ -54,6 +56,11 @@ pub struct Sharing {
 }
 
 impl Sharing {
+    /// The session whose job this put repeats, which has published the revision: the one that is named, if one is.
+    pub(crate) fn repeats(&self, conflict: &BallastError) -> Option<SessionId> {
+        published_by(conflict).filter(|found| self.session_id.as_ref().is_none_or(|own| own == found))
+    }
+
     pub(crate) fn check(&self) -> Result<(), BallastError> {
         if self.participants.is_empty() {
             return Err(BallastError::invalid("participants is empty; name everyone who brings a part"));
@@ -80,19 +87,42 @@ impl Drop for Renewer {
 
 /// One participant's part of an import that another put has opened. Dropping it without [`PartWriter::finish`] leaves the
 /// import open: another run of the same participant may join and go on.
+///
+/// Where the session that it joins has published the revision before, it is a repeat: nothing is sent, and its end compares what
+/// was given with what is published.
 #[derive(Debug)]
 pub struct PartWriter {
     gateway: Gateway,
-    request: PartRequest,
-    _renewer: Renewer,
-    lost: watch::Receiver<Option<BallastError>>,
-    upload: Upload,
+    identity: RevisionIdentity,
+    session_id: SessionId,
+    participant: ParticipantId,
+    work: PartWork,
     pieces: Pieces,
     gathered: Gathered,
     /// Of the gathered pieces, in their order.
     offered: Vec<OfferedFragment>,
     sent_bytes: u64,
+    /// Bytes of the boxes that the nodes have, whoever sent them. How many there will be is not known.
+    written_bytes: u64,
+    progress: Progress,
     started: Instant,
+}
+
+#[derive(Debug)]
+enum PartWork {
+    /// The import is open.
+    Importing(Box<Joined>),
+    /// The revision is READY already; the end compares contents.
+    Repeated(Published),
+}
+
+/// What a join has brought.
+#[derive(Debug)]
+struct Joined {
+    request: PartRequest,
+    _renewer: Renewer,
+    lost: watch::Receiver<Option<BallastError>>,
+    upload: Upload,
 }
 
 /// What a participant did.
@@ -108,8 +138,10 @@ pub struct PartReport {
     pub sent_bytes: u64,
     /// From the join to the end.
     pub elapsed: Duration,
-    /// How the bytes went.
-    pub transport: Transport,
+    /// The revision was READY before, with the same content.
+    pub existed: bool,
+    /// How the bytes went; `None` when none had to.
+    pub transport: Option<Transport>,
 }
 
 impl PartWriter {
@@ -118,7 +150,7 @@ impl PartWriter {
     ///
     /// # Errors
     /// At once, for a participant that comes too late or from elsewhere: `CONFLICT` when another session imports the
-    /// revision, it is published, or the geometry is another; `LEASE_EXPIRED` when the session has ended; `NOT_FOUND`;
+    /// revision or has published it, or the geometry is another; `LEASE_EXPIRED` when the session has ended; `NOT_FOUND`;
     /// `INVALID_ARGUMENT` for a participant that was not declared.
     pub async fn join(
         store: &WeightStore,
@@ -126,10 +158,11 @@ impl PartWriter {
         identity: &RevisionIdentity,
         session_id: &SessionId,
         participant: &ParticipantId,
+        progress: Progress,
     ) -> Result<Self, BallastError> {
         let (plan, units) = source.plan(identity)?;
         expect_later(&units)?;
-        Self::begin(store.gateway(), (&plan, &units), identity, session_id, participant).await
+        Self::begin(store.gateway(), (&plan, &units), identity, session_id, participant, progress).await
     }
 
     async fn begin(
@@ -138,6 +171,7 @@ impl PartWriter {
         identity: &RevisionIdentity,
         session_id: &SessionId,
         participant: &ParticipantId,
+        progress: Progress,
     ) -> Result<Self, BallastError> {
         let started = Instant::now();
         let writer_id = WriterId::new(Uuid::new_v4().to_string());
@@ -148,30 +182,26 @@ impl PartWriter {
             writer_id: writer_id.map_err(|error| BallastError::invalid(error.to_string()))?,
             placement_digest: plan.placement_digest(),
         };
-        let tenant = &identity.tenant_id;
-        let joined: JoinImportReply = gateway.call(tenant, "join_import", &body).await?;
-        let request = PartRequest {
+        let joined = gateway.call::<_, JoinImportReply>(&identity.tenant_id, "join_import", &body).await;
+        let work = match joined {
+            Ok(reply) => PartWork::Importing(Box::new(Joined::begin(gateway, body, reply, &plan.extents()).await?)),
+            Err(conflict) if published_by(&conflict).as_ref() == Some(session_id) => {
+                PartWork::Repeated(Published::find(gateway, identity, plan, conflict).await?)
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Self {
+            gateway: gateway.clone(),
             identity: identity.clone(),
             session_id: session_id.clone(),
             participant: participant.clone(),
-            instance: joined.part.instance,
-            epoch: joined.part.epoch,
-        };
-        let (send_lost, lost) = watch::channel(None);
-        let ttl_ms = joined.session.ttl_ms;
-        let renewer = keep_alive(gateway.clone(), tenant.clone(), "renew_part", request.clone(), ttl_ms, send_lost);
-        let renewer = Renewer(renewer);
-        let upload = Upload::begin(gateway, &joined.endpoints, &joined.token, &plan.extents()).await?;
-        Ok(Self {
-            gateway: gateway.clone(),
-            request,
-            _renewer: renewer,
-            lost,
-            upload,
+            work,
             pieces: Pieces::new(plan, units),
             gathered: Gathered::default(),
             offered: Vec::new(),
             sent_bytes: 0,
+            written_bytes: 0,
+            progress,
             started,
         })
     }
@@ -179,13 +209,17 @@ impl PartWriter {
     /// What it is a part of.
     #[must_use]
     pub fn identity(&self) -> &RevisionIdentity {
-        &self.request.identity
+        &self.identity
+    }
+
+    pub(crate) fn participant(&self) -> &ParticipantId {
+        &self.participant
     }
 
     /// The session that was joined.
     #[must_use]
     pub fn session_id(&self) -> &SessionId {
-        &self.request.session_id
+        &self.session_id
     }
 
     /// Brings a tensor that is one box. Again with other bytes replaces them.
@@ -220,7 +254,7 @@ impl PartWriter {
         let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
         let crc64 = checksum(bytes);
         self.pieces.note(place, crc64);
-        if bytes.is_empty() {
+        if bytes.is_empty() || matches!(self.work, PartWork::Repeated(_)) {
             return Ok(());
         }
         let fragment =
@@ -262,12 +296,15 @@ impl PartWriter {
     }
 
     async fn offer(&mut self, fragments: &[OfferedFragment], buffers: &[&[u8]]) -> Result<(), BallastError> {
-        let lost = until_lost(self.lost.clone());
+        let PartWork::Importing(joined) = &mut self.work else { return Ok(()) };
+        let lost = until_lost(joined.lost.clone());
         let sent = tokio::select! {
-            sent = self.upload.offer(fragments, buffers) => sent,
+            sent = joined.upload.offer(fragments, buffers) => sent,
             error = lost => Err(error),
         };
         self.sent_bytes += sent.map_err(|error| named(&self.pieces, error))?;
+        self.written_bytes += fragments.iter().map(|fragment| fragment.bytes).sum::<u64>();
+        self.progress.tell(Phase::Writing, self.written_bytes, 0);
         Ok(())
     }
 
@@ -275,55 +312,106 @@ impl PartWriter {
     /// the coordinator has committed it.
     ///
     /// # Errors
-    /// As [`PartWriter::put_tensor`]; `CHECKSUM_MISMATCH` naming boxes that are not on the nodes as they were given.
+    /// As [`PartWriter::put_tensor`]; `CHECKSUM_MISMATCH` naming boxes that are not on the nodes as they were given; `CONFLICT`
+    /// when the revision is READY with other content.
     pub async fn finish(mut self) -> Result<PartReport, BallastError> {
         self.send_gathered().await?;
         let given = self.pieces.given();
-        let mut missing = self.missing(&given).await?;
-        for _ in 0..LOOKS_AGAIN {
+        let bytes = given.iter().map(|fragment| fragment.bytes).sum();
+        let (existed, transport) = match self.work {
+            PartWork::Importing(mut joined) => {
+                self.progress.tell(Phase::Sealing, 0, bytes);
+                joined.finish(&self.gateway, &self.pieces, &given).await?;
+                self.progress.tell(Phase::Sealing, bytes, bytes);
+                (false, Some(joined.upload.transport()))
+            }
+            PartWork::Repeated(published) => {
+                published.compare_part(&self.gateway, &self.pieces, &self.progress).await?;
+                (true, None)
+            }
+        };
+        Ok(PartReport {
+            identity: self.identity,
+            participant: self.participant,
+            bytes,
+            sent_bytes: self.sent_bytes,
+            elapsed: self.started.elapsed(),
+            existed,
+            transport,
+        })
+    }
+}
+
+impl Joined {
+    async fn begin(
+        gateway: &Gateway,
+        body: JoinImportRequest,
+        reply: JoinImportReply,
+        extents: &[u64],
+    ) -> Result<Self, BallastError> {
+        let JoinImportRequest { identity, session_id, participant, .. } = body;
+        let JoinImportReply { session, part, endpoints, token } = reply;
+        let (instance, epoch, tenant) = (part.instance, part.epoch, identity.tenant_id.clone());
+        let request = PartRequest { identity, session_id, participant, instance, epoch, incarnations: BTreeMap::new() };
+        let (send_lost, lost) = watch::channel(None);
+        let (token, about) = (ImportToken::new(token), request.clone());
+        let renewer =
+            keep_alive(gateway.clone(), tenant, "renew_part", about, session.ttl_ms, token.clone(), send_lost);
+        let _renewer = Renewer(renewer);
+        let upload = Upload::begin(gateway, &endpoints, &token, extents).await?;
+        Ok(Self { request, _renewer, lost, upload })
+    }
+
+    /// Says that the part is there once it is.
+    async fn finish(
+        &mut self,
+        gateway: &Gateway,
+        pieces: &Pieces,
+        given: &[OfferedFragment],
+    ) -> Result<(), BallastError> {
+        let mut looks = 0;
+        self.request.incarnations = loop {
+            let (missing, incarnations) = self.missing(pieces, given).await?;
             if missing.is_empty() {
-                break;
+                break incarnations;
+            }
+            looks += 1;
+            if looks > LOOKS_AGAIN {
+                return Err(not_arrived(pieces, &missing));
             }
             // The last piece of a run that was replaced may still be on its way into memory.
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
-            missing = self.missing(&missing).await?;
-        }
-        expect_arrived(&self.pieces, &missing)?;
+        };
         let tenant = self.request.identity.tenant_id.clone();
-        let _: PartReply = self.gateway.call(&tenant, "finish_part", &self.request).await?;
-        Ok(PartReport {
-            identity: self.request.identity.clone(),
-            participant: self.request.participant.clone(),
-            bytes: given.iter().map(|fragment| fragment.bytes).sum(),
-            sent_bytes: self.sent_bytes,
-            elapsed: self.started.elapsed(),
-            transport: self.upload.transport(),
-        })
+        let _: PartReply = gateway.call(&tenant, "finish_part", &self.request).await?;
+        Ok(())
     }
 
-    async fn missing(&mut self, given: &[OfferedFragment]) -> Result<Vec<OfferedFragment>, BallastError> {
+    /// What is not there of what was given, and the runs of the nodes' processes that have compared it.
+    async fn missing(
+        &mut self,
+        pieces: &Pieces,
+        given: &[OfferedFragment],
+    ) -> Result<(Vec<OfferedFragment>, BTreeMap<NodeId, String>), BallastError> {
         let lost = until_lost(self.lost.clone());
         let missing = tokio::select! {
             missing = self.upload.missing(given) => missing,
             error = lost => Err(error),
         };
-        missing.map_err(|error| named(&self.pieces, error))
+        missing.map_err(|error| named(pieces, error))
     }
 }
 
-fn expect_arrived(pieces: &Pieces, missing: &[OfferedFragment]) -> Result<(), BallastError> {
+fn not_arrived(pieces: &Pieces, missing: &[OfferedFragment]) -> BallastError {
     let names = missing.iter().filter_map(|fragment| pieces.name_at(fragment.unit, fragment.offset));
     let names: Vec<(&str, String)> = names.collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
     let (shown, tensors) = listed(&names);
     let message = format!(
         "the nodes do not have {shown} as they were given, or another run of the participant that was to bring them does not \
          hold them; another run of this participant puts them again"
     );
     let details = json!({"missing": missing.len(), "tensors": tensors});
-    Err(BallastError::new(ErrorCode::ChecksumMismatch, message).with_details(details))
+    BallastError::new(ErrorCode::ChecksumMismatch, message).with_details(details)
 }
 
 /// Boxes in a sentence, and the tensors that they are of.
@@ -355,36 +443,66 @@ pub(crate) async fn share(
     sharing: Sharing,
     session: OpenSession,
     upload: Upload,
+    progress: &Progress,
 ) -> Result<Work, BallastError> {
     let part = match &sharing.participant {
         None => None,
-        Some(own) => Some(Box::new(PartWriter::begin(gateway, planned, identity, session.session_id(), own).await?)),
+        Some(own) => {
+            let session_id = session.session_id();
+            Some(Box::new(PartWriter::begin(gateway, planned, identity, session_id, own, progress.clone()).await?))
+        }
     };
     Ok(Work::Shared { session, upload, part, patience: sharing.patience })
 }
 
-/// Waits until every participant has brought its part: as long as they give signs of life, and for `patience` otherwise.
-pub(crate) async fn wait_for_parts(
-    session: &OpenSession,
-    upload: &mut Upload,
-    pieces: &Pieces,
-    patience: Duration,
-    progress: &Progress,
-) -> Result<(), BallastError> {
-    let began = Instant::now();
-    let mut looked_at = None::<Instant>;
-    loop {
-        let found = session.look().await?;
-        let Some(missing) = missing_parts(&found.participants, found.log_clock) else { return Ok(()) };
-        if looked_at.is_none_or(|at| at.elapsed() >= CONFLICTS_EVERY) {
-            expect_agreement(upload, pieces).await?;
-            looked_at = Some(Instant::now());
+/// How a coordinator waits for its participants.
+pub(crate) struct Waiting<'a> {
+    pub(crate) pieces: &'a Pieces,
+    /// The participant that it is itself, whose bytes nobody brings again.
+    pub(crate) own: Option<ParticipantId>,
+    pub(crate) patience: Duration,
+    pub(crate) progress: &'a Progress,
+}
+
+impl Waiting<'_> {
+    /// Waits until every participant has brought its part: as long as they give signs of life, and for `patience` otherwise.
+    pub(crate) async fn for_parts(&self, session: &OpenSession, upload: &mut Upload) -> Result<(), BallastError> {
+        let began = Instant::now();
+        let mut looked_at = None::<Instant>;
+        loop {
+            let found = session.look().await?;
+            let is_patient = began.elapsed() < self.patience;
+            let runs = match upload.incarnations().await {
+                Err(error) if error.code == ErrorCode::Unavailable && is_patient => {
+                    // A node that is being restarted comes back, and then says what it lost.
+                    self.progress.waiting(error.message);
+                    tokio::time::sleep(LOOK_EVERY).await;
+                    continue;
+                }
+                runs => runs?,
+            };
+            let lost = lost_parts(&found.participants, &runs);
+            let missing = missing_parts(&found.participants, found.log_clock);
+            let Some(waits_for) = lost.clone().or(missing) else { return Ok(()) };
+            if let Some(lost) = lost {
+                if !is_patient || self.is_own(&lost) {
+                    return Err(lost.into());
+                }
+            } else if looked_at.is_none_or(|at| at.elapsed() >= CONFLICTS_EVERY) {
+                expect_agreement(upload, self.pieces).await?;
+                looked_at = Some(Instant::now());
+            }
+            if !is_patient {
+                expect_signs_of_life(&found)?;
+            }
+            self.progress.waiting(waits_for.message);
+            tokio::time::sleep(LOOK_EVERY).await;
         }
-        if began.elapsed() >= patience {
-            expect_signs_of_life(&found)?;
-        }
-        progress.waiting(missing.message);
-        tokio::time::sleep(LOOK_EVERY).await;
+    }
+
+    fn is_own(&self, lost: &Rejection) -> bool {
+        let names = lost.details["participants"].as_array();
+        self.own.as_ref().is_some_and(|own| names.is_some_and(|names| names.iter().any(|name| name == own.as_str())))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Units whose bytes come later, box by box and in any order: which box lies where in its unit, and the unit's checksum from
 //! those of its boxes (ARCHITECTURE.md, One layout, two tiers). The bytes themselves are not kept.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use ballast_schemas::BallastError;
 use ballast_schemas::frame::{OfferedFragment, Offers};
@@ -128,6 +128,12 @@ impl Pieces {
         let mut given: Vec<OfferedFragment> = given.collect();
         given.sort_unstable_by_key(|fragment| (fragment.unit, fragment.offset));
         given
+    }
+
+    /// The checksums of the units of which every box was given.
+    pub(crate) fn whole_units(&self) -> BTreeMap<u32, u64> {
+        let given = |all: &[Piece]| all.iter().all(|piece| piece.checksum.is_some());
+        self.of_unit.iter().filter(|(_, all)| given(all)).map(|(unit, all)| (*unit, whole(all))).collect()
     }
 
     /// The tensor of the box that this byte is in, and how the box is called in a sentence.

@@ -2,31 +2,26 @@
 //! import are `upload.rs`'s matter; the session's life is `session.rs`'s.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_schemas::frame::{ByteRange, OFFERS_MAX};
-use ballast_schemas::manifest::{Manifest, ManifestPlan};
+use ballast_schemas::manifest::ManifestPlan;
 use ballast_schemas::{
-    BallastError, BeginImportRequest, ClaimPhase, Digest, ErrorCode, IdentityRequest, ReplacementClaim,
-    RevisionIdentity, RevisionView, SessionId, WeightRevisionMetadata, WeightStoragePolicy,
+    BallastError, BeginImportRequest, ClaimPhase, Digest, ErrorCode, ReplacementClaim, RevisionIdentity, SessionId,
+    WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{GroupLayout, checksum};
-use serde_json::json;
 
 use crate::admin::Admin;
 use crate::base::BaseUse;
-use crate::checksums::{StopOnDrop, of_units};
 use crate::gateway::Gateway;
-use crate::get::GetOptions;
 use crate::nodes::Transport;
-use crate::part::{PartWriter, checksums_of_parts, expect_later, share, wait_for_parts};
+use crate::part::{PartWriter, Waiting, checksums_of_parts, expect_later, share};
 use crate::pieces::Pieces;
 use crate::progress::{Phase, Progress};
-use crate::reading::Reading;
+use crate::published::Published;
 use crate::session::{OpenSession, new_session_id, new_writer_id};
 use crate::source::{Source, UnitSource};
-use crate::store::is_published;
 use crate::upload::Upload;
 
 /// Of our sessions. Leaving a server that is cut off from the others takes 20 s until a renewal is heard again.
@@ -120,7 +115,10 @@ pub(crate) enum Work {
     /// The import is open for several participants, perhaps for one of our own as well.
     Shared { session: OpenSession, upload: Upload, part: Option<Box<PartWriter>>, patience: Duration },
     /// The revision is READY already; the commit compares contents.
-    Existing { revision: Box<WeightRevisionMetadata>, manifest: Arc<Manifest> },
+    Existing(Published),
+    /// As `Existing`, published by the several writers of this session: of the whole only what its own participant holds, if there
+    /// is one, can be compared here, and the others compare theirs.
+    Repeated { published: Published, session_id: SessionId, has_part: bool },
 }
 
 /// What a put did.
@@ -178,10 +176,11 @@ impl PutWriter {
         let work = loop {
             match OpenSession::begin(gateway, &begin, &progress, request.patience).await {
                 Ok((session, reply)) => {
-                    match Upload::begin(gateway, &reply.endpoints, &reply.token, &plan.extents()).await {
+                    match Upload::begin(gateway, &reply.endpoints, session.token(), &plan.extents()).await {
                         Ok(mut upload) => {
                             if let Some(sharing) = sharing {
-                                break share(gateway, (&plan, &units), &request.identity, sharing, session, upload)
+                                let planned = (&plan, units.as_slice());
+                                break share(gateway, planned, &request.identity, sharing, session, upload, &progress)
                                     .await?;
                             }
                             if let Some(base) = &request.base
@@ -202,13 +201,17 @@ impl PutWriter {
                         }
                     }
                 }
-                // Of a shared put nobody could compare the whole, and a delta has none.
+                // A delta has no whole that could be compared.
                 Err(conflict)
-                    if conflict.code == ErrorCode::Conflict
-                        && sharing.is_none()
-                        && !matches!(request.base, Some(BaseUse::Derive(..))) =>
+                    if conflict.code == ErrorCode::Conflict && !matches!(request.base, Some(BaseUse::Derive(..))) =>
                 {
-                    break existing(gateway, &request.identity, &plan, conflict).await?;
+                    let Some(sharing) = sharing else {
+                        break Work::Existing(Published::find(gateway, &request.identity, &plan, conflict).await?);
+                    };
+                    let has_part = sharing.participant.is_some();
+                    let Some(session_id) = sharing.repeats(&conflict) else { return Err(conflict) };
+                    let published = Published::find(gateway, &request.identity, &plan, conflict).await?;
+                    break Work::Repeated { published, session_id, has_part };
                 }
                 Err(error) => return Err(error),
             }
@@ -242,7 +245,8 @@ impl PutWriter {
     pub fn session_id(&self) -> Option<&SessionId> {
         match &self.work {
             Work::Shared { session, .. } => Some(session.session_id()),
-            Work::Importing { .. } | Work::Existing { .. } => None,
+            Work::Repeated { session_id, .. } => Some(session_id),
+            Work::Importing { .. } | Work::Existing(_) => None,
         }
     }
 
@@ -281,15 +285,16 @@ impl PutWriter {
         wanted: Option<(&[u64], &[u64])>,
         bytes: &[u8],
     ) -> Result<(), BallastError> {
-        if let Work::Shared { part, .. } = &mut self.work {
-            let Some(part) = part else {
+        match &mut self.work {
+            Work::Shared { part: Some(part), .. } => return part.put_piece(name, wanted, bytes).await,
+            Work::Shared { part: None, .. } | Work::Repeated { has_part: false, .. } => {
                 let message = format!(
                     "this put of {} has no participant of its own; tensors come from those that join it",
                     self.request.identity
                 );
                 return Err(BallastError::invalid(message));
-            };
-            return part.put_piece(name, wanted, bytes).await;
+            }
+            Work::Importing { .. } | Work::Existing(_) | Work::Repeated { .. } => {}
         }
         let place = self.pieces.find(name, wanted, bytes.len() as u64)?;
         let sum = checksum(bytes);
@@ -348,16 +353,19 @@ impl PutWriter {
     /// `INVALID_ARGUMENT` naming tensors that never came or a source that changed; `CHECKSUM_MISMATCH`; `CONFLICT` when
     /// the revision is READY with other content; `LEASE_EXPIRED` when the session was lost. The import is aborted then.
     pub async fn commit(mut self) -> Result<PutReport, BallastError> {
-        if !matches!(self.work, Work::Shared { .. }) {
+        if !matches!(self.work, Work::Shared { .. } | Work::Repeated { .. }) {
             self.pieces.complete(&mut self.checksums)?;
         }
         self.send_gathered().await?;
         let bytes = self.plan.logical_bytes();
         let (revision, existed, transport, reused_bytes) = match self.work {
-            Work::Existing { revision, manifest } => {
-                let checksums = compute(self.units, self.checksums, &self.progress, bytes).await?;
-                expect_same(&self.request.identity, &manifest, &checksums)?;
-                (*revision, true, None, 0)
+            Work::Existing(published) => {
+                published.compare(self.units, self.checksums, &self.progress).await?;
+                (*published.revision, true, None, 0)
+            }
+            Work::Repeated { published, .. } => {
+                published.compare_part(&self.gateway, &self.pieces, &self.progress).await?;
+                (*published.revision, true, None, 0)
             }
             Work::Importing { session, mut upload } => {
                 let lost = session.lost();
@@ -378,11 +386,13 @@ impl PutWriter {
             }
             Work::Shared { session, mut upload, part, patience } => {
                 let lost = session.lost();
+                let own = part.as_ref().map(|part| part.participant().clone());
+                let waiting = Waiting { pieces: &self.pieces, own, patience, progress: &self.progress };
                 let gathered = async {
                     if let Some(part) = part {
                         part.finish().await?;
                     }
-                    wait_for_parts(&session, &mut upload, &self.pieces, patience, &self.progress).await?;
+                    waiting.for_parts(&session, &mut upload).await?;
                     if let Some(sealed) = upload.sealed().await? {
                         // An earlier coordinator has come this far; its session admits no other geometry.
                         return Ok(sealed);
@@ -395,7 +405,7 @@ impl PutWriter {
                     error = lost => Err(error),
                 };
                 let transport = upload.transport();
-                let parts = Some((&mut upload, &self.pieces, patience));
+                let parts = Some((&mut upload, &waiting));
                 let published = publish(session, sealed, &self.progress, bytes, parts).await;
                 let revision = published.map_err(|error| unpublished(error, SHARE_AGAIN))?;
                 (revision, false, Some(transport), 0)
@@ -432,7 +442,7 @@ impl PutWriter {
                 drop(upload);
                 session.abort(Duration::from_secs(30)).await
             }
-            Work::Existing { .. } => Ok(()),
+            Work::Existing(_) | Work::Repeated { .. } => Ok(()),
         }
     }
 }
@@ -457,16 +467,16 @@ async fn publish(
     sealed: Result<Digest, BallastError>,
     progress: &Progress,
     bytes: u64,
-    mut parts: Option<(&mut Upload, &Pieces, Duration)>,
+    mut parts: Option<(&mut Upload, &Waiting<'_>)>,
 ) -> Result<WeightRevisionMetadata, BallastError> {
     let published = async {
         let sha256 = sealed?;
         progress.tell(Phase::Committing, bytes, bytes);
         loop {
             match (session.commit(sha256).await, &mut parts) {
-                (Err(error), Some((upload, pieces, patience))) if error.details["participants"].is_array() => {
+                (Err(error), Some((upload, waiting))) if error.details["participants"].is_array() => {
                     progress.waiting(error.message);
-                    wait_for_parts(&session, upload, pieces, *patience, progress).await?;
+                    waiting.for_parts(&session, upload).await?;
                 }
                 (published, _) => return published,
             }
@@ -482,9 +492,7 @@ async fn publish(
 }
 
 const PUT_AGAIN: &str = "the same put again publishes it, or finds it published";
-/// Nobody holds the whole of it, which would have to be compared.
-const SHARE_AGAIN: &str =
-    "its metadata tells whether the revision is READY all the same; if not, all participants put it again";
+const SHARE_AGAIN: &str = "the same put again, of all participants, publishes it, or finds it published";
 
 /// A fault on the way says what became of the revision.
 fn unpublished(mut error: BallastError, then: &str) -> BallastError {
@@ -501,67 +509,6 @@ async fn give_up(session: OpenSession) {
         && let Err(error) = session.abort(ABORT_PATIENCE).await
     {
         tracing::warn!(%error, "an import was not aborted; its session ends by itself");
-    }
-}
-
-/// The import was refused: because the revision is there already, with the same geometry?
-async fn existing(
-    gateway: &Gateway,
-    identity: &RevisionIdentity,
-    plan: &ManifestPlan,
-    conflict: BallastError,
-) -> Result<Work, BallastError> {
-    let body = IdentityRequest { identity: identity.clone() };
-    let view = gateway.call::<_, RevisionView>(&identity.tenant_id, "get_metadata", &body).await;
-    let Ok(view) = view else { return Err(conflict) };
-    if !is_published(&view.metadata) || view.metadata.retired {
-        return Err(conflict);
-    }
-    let reading = Reading::open(gateway, identity, &GetOptions::default()).await?;
-    let (manifest, revision) = (reading.manifest().clone(), reading.revision().clone());
-    reading.release().await?;
-    if manifest.placement_digest() != plan.placement_digest() {
-        return Err(other_content(identity, "its tensors and files are others"));
-    }
-    Ok(Work::Existing { revision: Box::new(revision), manifest })
-}
-
-fn other_content(identity: &RevisionIdentity, what: &str) -> BallastError {
-    let message = format!(
-        "{identity} is READY with other content: {what}; a revision never changes, publish the next generation"
-    );
-    BallastError::new(ErrorCode::Conflict, message)
-}
-
-/// Checksums of the whole source, without sending anything.
-async fn compute(
-    units: Vec<UnitSource>,
-    known: Vec<Option<u64>>,
-    progress: &Progress,
-    bytes: u64,
-) -> Result<Vec<u64>, BallastError> {
-    let meter = progress.meter(Phase::Comparing, bytes);
-    let stop = StopOnDrop::default();
-    let flag = stop.0.clone();
-    let computed = tokio::task::spawn_blocking(move || of_units(&units, &flag, &meter)).await;
-    let computed = computed.map_err(|error| BallastError::invalid(format!("reading the source failed: {error}")))??;
-    // What comes later has been put: the commit made sure.
-    Ok(computed.into_iter().zip(known).map(|(computed, known)| computed.or(known).unwrap_or_default()).collect())
-}
-
-fn expect_same(identity: &RevisionIdentity, manifest: &Manifest, checksums: &[u64]) -> Result<(), BallastError> {
-    let differs = manifest.units().iter().zip(checksums).position(|(unit, found)| unit.crc64 != *found);
-    match differs {
-        None => Ok(()),
-        Some(unit) => {
-            let groups = manifest.affinity_groups();
-            let name = groups
-                .get(unit)
-                .and_then(|group| group.iter().find(|name| !name.is_empty()))
-                .copied()
-                .unwrap_or_default();
-            Err(other_content(identity, &format!("{name:?} differs")).with_details(json!({"unit": unit, "name": name})))
-        }
     }
 }
 

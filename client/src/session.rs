@@ -1,6 +1,7 @@
 //! An import session: begun (waiting for whoever is in the way), renewed while it is open, aborted when it is dropped
 //! without a commit (RFC, Import and READY Publication; ARCHITECTURE.md, Import sessions).
 
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ballast_schemas::{
@@ -31,6 +32,29 @@ pub(crate) fn new_writer_id() -> Result<WriterId, BallastError> {
     WriterId::new(Uuid::new_v4().to_string()).map_err(|error| BallastError::invalid(error.to_string()))
 }
 
+/// What opens the nodes' doors to an import; each renewal brings a newer one. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct ImportToken(Arc<RwLock<String>>);
+
+impl ImportToken {
+    pub(crate) fn new(token: String) -> Self {
+        Self(Arc::new(RwLock::new(token)))
+    }
+
+    /// The newest.
+    pub(crate) fn newest(&self) -> String {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn is(&self, token: &str) -> bool {
+        *self.0.read().unwrap_or_else(PoisonError::into_inner) == token
+    }
+
+    fn replace(&self, newer: &str) {
+        newer.clone_into(&mut self.0.write().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
 /// An open session. Dropping it aborts the import in the background, if it is this run's own.
 #[derive(Debug)]
 pub(crate) struct OpenSession {
@@ -38,6 +62,7 @@ pub(crate) struct OpenSession {
     request: SessionRequest,
     /// It has several writers: another run of their coordinator finds it by its name.
     shared: bool,
+    token: ImportToken,
     renewer: Option<AbortHandle>,
     lost: watch::Receiver<Option<BallastError>>,
     ended: bool,
@@ -63,6 +88,7 @@ impl OpenSession {
                 coordinator: None,
             },
             shared: request.writer_id.is_some(),
+            token: ImportToken::new(String::new()),
             renewer: None,
             lost,
             ended: false,
@@ -74,14 +100,21 @@ impl OpenSession {
                 session.ended = error.code != ErrorCode::Unavailable;
             })?;
         session.request.coordinator = reply.session.coordinator();
-        let (tenant, body) = (identity.tenant_id.clone(), session.request.clone());
-        session.renewer = Some(keep_alive(gateway.clone(), tenant, "renew_import", body, request.ttl_ms, send_lost));
+        session.token.replace(&reply.token);
+        let (tenant, body, token) = (identity.tenant_id.clone(), session.request.clone(), session.token.clone());
+        let renewer = keep_alive(gateway.clone(), tenant, "renew_import", body, reply.session.ttl_ms, token, send_lost);
+        session.renewer = Some(renewer);
         Ok((session, reply))
     }
 
     /// Its name, for the participants that join it.
     pub(crate) fn session_id(&self) -> &SessionId {
         &self.request.session_id
+    }
+
+    /// What opens the nodes' doors to the whole import.
+    pub(crate) fn token(&self) -> &ImportToken {
+        &self.token
     }
 
     /// The session as it stands, and how far its participants are.
@@ -127,13 +160,14 @@ impl OpenSession {
     }
 }
 
-/// Gives a sign of life again and again, and says when it is refused.
+/// Gives a sign of life again and again, takes the newer token that each answer brings, and says when it is refused.
 pub(crate) fn keep_alive(
     gateway: Gateway,
     tenant: TenantId,
     verb: &'static str,
     body: impl Serialize + Send + Sync + 'static,
     ttl_ms: u64,
+    token: ImportToken,
     lost: watch::Sender<Option<BallastError>>,
 ) -> AbortHandle {
     let ttl = Duration::from_millis(ttl_ms);
@@ -141,7 +175,11 @@ pub(crate) fn keep_alive(
         loop {
             tokio::time::sleep(ttl / 3).await;
             match gateway.call_within::<_, Value>(&tenant, verb, &body, ttl).await {
-                Ok(_) => {}
+                Ok(reply) => {
+                    if let Some(newer) = reply["token"].as_str() {
+                        token.replace(newer);
+                    }
+                }
                 // Nobody answers: the log's clock may stand still as well. What the session is worth shows at the commit.
                 Err(error) if error.code == ErrorCode::Unavailable => {
                     tracing::warn!(%error, "an import session was not renewed")

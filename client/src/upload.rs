@@ -2,25 +2,26 @@
 //! and the checksum of every unit computed from the source meanwhile. On one host the node reads the files itself. What the
 //! base of a replacement has already is not sent: the node copies it.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
-use ballast_schemas::frame::{ByteRange, DerivedUnit, OFFERS_MAX, OfferedFragment, Offers, SourceRange};
+use ballast_schemas::frame::{ByteRange, OFFERS_MAX, OfferedFragment, Offers, SourceRange};
 use ballast_schemas::manifest::Manifest;
-use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint};
-use ballast_transfer::{DeriveUnit, NodeConnection, Route, UnitPatch, checksum};
+use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint, NodeId};
+use ballast_transfer::{DeriveUnit, UnitPatch, checksum};
 use bytes::Bytes;
 use serde_json::json;
 
 use crate::base::{Base, BaseUse};
 use crate::checksums::{StopOnDrop, blake3_of_file, of_file};
 use crate::gateway::Gateway;
-use crate::nodes::{Transport, connect, lanes, lost_by, unreached};
+use crate::lane::Lane;
+use crate::nodes::{Transport, lanes};
 use crate::progress::{Phase, Progress};
+use crate::session::ImportToken;
 use crate::source::{Data, SourceFile, UnitSource};
 
 /// Bytes of one share: small enough that lanes end together, large enough that requests do not matter.
@@ -29,9 +30,6 @@ const BATCH_BYTES: u64 = 64 << 20;
 const HASH_BYTES: usize = 16 << 20;
 /// Units of one share.
 const BATCH_UNITS: usize = 4096;
-/// How often units of a delta are made until they are there, and after which pause when a node could not be reached.
-const MAKE_TRIES: u32 = 4;
-const MAKE_AGAIN_AFTER: Duration = Duration::from_millis(250);
 /// Names listed in one error's sentence, and in its details.
 const NAMES_SHOWN: usize = 3;
 const NAMES_DETAILED: usize = 100;
@@ -40,8 +38,6 @@ const NAMES_DETAILED: usize = 100;
 #[derive(Debug)]
 pub(crate) struct Upload {
     nodes: Vec<Target>,
-    token: String,
-    route: Route,
     base: Option<Box<Base>>,
     /// Bytes that are not sent because the base has them.
     reused_bytes: AtomicU64,
@@ -51,145 +47,6 @@ pub(crate) struct Upload {
 struct Target {
     /// The connection that took the room and will seal.
     control: Lane,
-}
-
-/// One connection to a node.
-#[derive(Debug)]
-struct Lane {
-    connection: NodeConnection,
-    /// How it was made, to make it again.
-    endpoint: NodeEndpoint,
-    token: String,
-    route: Route,
-    /// The base was named on it; and whether the node has it itself.
-    base_is_here: Option<bool>,
-}
-
-impl Lane {
-    async fn connect(endpoint: &NodeEndpoint, token: &str, route: Route) -> Result<Self, BallastError> {
-        let connection = connect(endpoint, token, route).await?;
-        Ok(Self { connection, endpoint: endpoint.clone(), token: token.to_owned(), route, base_is_here: None })
-    }
-
-    /// Goes on over another connection if this one is of no more use, or the node has closed it, as it does when nothing was
-    /// asked for long.
-    async fn keep_usable(&mut self) -> Result<(), BallastError> {
-        if !self.connection.is_usable() || !self.connection.is_open() {
-            let again = connect(&self.endpoint, &self.token, self.route).await;
-            self.connection = again.map_err(unreached)?;
-            self.base_is_here = None;
-        }
-        Ok(())
-    }
-
-    fn transport(&self) -> Transport {
-        self.connection.transport().into()
-    }
-
-    /// Names the base to the node, once; whether the node has it itself.
-    async fn open(&mut self, base: &Base) -> Result<bool, BallastError> {
-        if let Some(here) = self.base_is_here {
-            return Ok(here);
-        }
-        let (token, holders) = base.door();
-        let here = self.connection.open_base(&token, &holders).await?;
-        self.base_is_here = Some(here);
-        Ok(here)
-    }
-
-    async fn derive(
-        &mut self,
-        base: &Base,
-        units: &[DeriveUnit<'_>],
-        progress: impl FnMut(u64),
-    ) -> Result<Vec<DerivedUnit>, BallastError> {
-        let derived = match self.connection.derive(units, progress).await.map_err(BallastError::from) {
-            // Nothing of the import, or nothing of the base?
-            Err(error) if error.code == ErrorCode::NotFound => {
-                self.connection.describe().await.map_err(lost_by(&self.endpoint))?;
-                return Err(error);
-            }
-            derived => derived?,
-        };
-        base.check(units, &derived)?;
-        Ok(derived)
-    }
-
-    /// Makes units that nobody can send. A copy of the base that is lost or wrong is no failure while there is another one.
-    async fn make(
-        &mut self,
-        base: &Base,
-        units: &[DeriveUnit<'_>],
-        progress: impl Fn(u64),
-    ) -> Result<Vec<DerivedUnit>, BallastError> {
-        let (mut tries, mut told) = (MAKE_TRIES, 0);
-        loop {
-            let mut done = 0;
-            // What is made again was told of before.
-            let tell = |bytes| {
-                done += bytes;
-                progress(done.max(told) - told);
-                told = told.max(done);
-            };
-            let made = match self.open(base).await {
-                Ok(_) => self.derive(base, units, tell).await,
-                Err(error) => Err(error),
-            };
-            let error = match made {
-                Err(error) if tries > 1 => error,
-                made => return made,
-            };
-            tries -= 1;
-            match error.code {
-                // The node has given that copy up, or will not ask that holder for it any more.
-                ErrorCode::ChecksumMismatch => {}
-                ErrorCode::Unavailable | ErrorCode::Unauthorized => {
-                    tokio::time::sleep(MAKE_AGAIN_AFTER).await;
-                    base.renew_door().await?;
-                    self.base_is_here = None;
-                }
-                _ => return Err(error),
-            }
-            tracing::debug!(%error, "units are made out of the base once more");
-            self.keep_usable().await?;
-        }
-    }
-
-    /// Which of the units the node has taken from the base. That the base can not be read is no failure: then they are sent, and
-    /// it is not tried again.
-    async fn reuse(&mut self, base: &Base, units: &[DeriveUnit<'_>]) -> Result<HashSet<u32>, BallastError> {
-        if units.is_empty() || base.is_given_up() {
-            return Ok(HashSet::new());
-        }
-        let derived = match self.open(base).await {
-            // From one node to another bytes go no faster than from here, where they are in memory or in the page cache.
-            Ok(false) if self.transport() == Transport::Local => {
-                base.give_up();
-                return Ok(HashSet::new());
-            }
-            Ok(_) => self.derive(base, units, |_| {}).await,
-            Err(error) => {
-                base.give_up();
-                Err(error)
-            }
-        };
-        let error = match derived {
-            Ok(derived) => return Ok(derived.into_iter().filter(|unit| unit.same).map(|unit| unit.unit).collect()),
-            Err(error) => error,
-        };
-        tracing::debug!(%error, "units of the base are sent after all");
-        match error.code {
-            // Of these units only.
-            ErrorCode::InvalidArgument | ErrorCode::ChecksumMismatch => {}
-            // Its token has ended.
-            ErrorCode::Unauthorized if !base.is_given_up() && base.renew_door().await.is_ok() => {
-                self.base_is_here = None;
-            }
-            _ => base.give_up(),
-        }
-        self.keep_usable().await?;
-        Ok(HashSet::new())
-    }
 }
 
 /// A unit that is made out of the base's.
@@ -220,18 +77,12 @@ impl Upload {
     pub(crate) async fn begin(
         gateway: &Gateway,
         endpoints: &[NodeEndpoint],
-        token: &str,
+        token: &ImportToken,
         extents: &[u64],
     ) -> Result<Self, BallastError> {
-        let mut upload = Self {
-            nodes: Vec::new(),
-            token: token.to_owned(),
-            route: gateway.route(),
-            base: None,
-            reused_bytes: AtomicU64::new(0),
-        };
+        let mut upload = Self { nodes: Vec::new(), base: None, reused_bytes: AtomicU64::new(0) };
         for endpoint in endpoints {
-            let mut control = Lane::connect(endpoint, token, upload.route).await?;
+            let mut control = Lane::connect(endpoint, token, gateway.route()).await?;
             control.connection.allocate(extents).await?;
             upload.nodes.push(Target { control });
         }
@@ -301,7 +152,7 @@ impl Upload {
                 }
             }
             let written = node.control.connection.write_ranges(&left, &bytes).await;
-            written.map_err(lost_by(&node.control.endpoint))?;
+            written.map_err(|error| node.control.explained(error.into()))?;
         }
         Ok(())
     }
@@ -313,46 +164,59 @@ impl Upload {
         buffers: &[&[u8]],
     ) -> Result<u64, BallastError> {
         let mut sent = 0;
-        for Target { control } in &mut self.nodes {
-            control.keep_usable().await?;
-            let lost = lost_by(&control.endpoint);
-            let wanted = control.connection.offer(fragments).await.map_err(&lost)?;
+        for node in &mut self.nodes {
+            node.control.keep_usable().await?;
+            let wanted = node.control.offer(fragments).await?;
             let ranges: Vec<ByteRange> = wanted.iter().map(|at| range_of(&fragments[at as usize])).collect();
             let buffers: Vec<&[u8]> = wanted.iter().map(|at| buffers[at as usize]).collect();
             if !ranges.is_empty() {
-                control.connection.write_ranges(&ranges, &buffers).await.map_err(&lost)?;
+                let written = node.control.connection.write_ranges(&ranges, &buffers).await;
+                written.map_err(|error| node.control.explained(error.into()))?;
                 sent += ranges.iter().map(|range| range.bytes).sum::<u64>();
             }
         }
         Ok(sent)
     }
 
-    /// Has every node compare what it got of these fragments. Answers those that are not there as they were offered.
+    /// Has every node compare what it got of these fragments. Answers those that are not there as they were offered, and which
+    /// run of each node's process has compared.
     pub(crate) async fn missing(
         &mut self,
         fragments: &[OfferedFragment],
-    ) -> Result<Vec<OfferedFragment>, BallastError> {
-        let mut missing = Vec::new();
-        for Target { control } in &mut self.nodes {
-            control.keep_usable().await?;
+    ) -> Result<(Vec<OfferedFragment>, BTreeMap<NodeId, String>), BallastError> {
+        let (mut missing, mut incarnations) = (Vec::new(), BTreeMap::new());
+        for node in &mut self.nodes {
+            node.control.keep_usable().await?;
+            let hello = node.control.connection.hello();
+            incarnations.insert(hello.node.clone(), hello.incarnation.clone());
             for offered in fragments.chunks(OFFERS_MAX) {
-                let wanted = control.connection.offer(offered).await.map_err(lost_by(&control.endpoint))?;
+                let wanted = node.control.offer(offered).await?;
                 missing.extend(wanted.iter().map(|at| offered[at as usize]));
             }
         }
         missing.sort_unstable_by_key(|fragment| (fragment.unit, fragment.offset));
         missing.dedup();
-        Ok(missing)
+        Ok((missing, incarnations))
+    }
+
+    /// By node, the run of its process that the bytes are with.
+    pub(crate) async fn incarnations(&mut self) -> Result<BTreeMap<NodeId, String>, BallastError> {
+        let mut found = BTreeMap::new();
+        for node in &mut self.nodes {
+            node.control.keep_usable().await?;
+            let hello = node.control.connection.hello();
+            found.insert(hello.node.clone(), hello.incarnation.clone());
+        }
+        Ok(found)
     }
 
     /// What the participants have offered to each node that has not sealed the import.
     pub(crate) async fn offers(&mut self, conflicts: bool) -> Result<Vec<Offers>, BallastError> {
         let mut all = Vec::with_capacity(self.nodes.len());
-        for Target { control } in &mut self.nodes {
-            control.keep_usable().await?;
-            let lost = lost_by(&control.endpoint);
-            if !control.connection.describe().await.map_err(&lost)?.sealed {
-                all.push(control.connection.read_offers(conflicts).await.map_err(&lost)?);
+        for node in &mut self.nodes {
+            if !node.control.describe().await?.sealed {
+                let offers = node.control.connection.read_offers(conflicts).await;
+                all.push(offers.map_err(|error| node.control.explained(error.into()))?);
             }
         }
         Ok(all)
@@ -361,10 +225,8 @@ impl Upload {
     /// The manifest that every node has sealed the import with, by an earlier coordinator; `None` while one has not.
     pub(crate) async fn sealed(&mut self) -> Result<Option<Digest>, BallastError> {
         let mut found = Vec::with_capacity(self.nodes.len());
-        for Target { control } in &mut self.nodes {
-            control.keep_usable().await?;
-            let description = control.connection.describe().await.map_err(lost_by(&control.endpoint))?;
-            found.push(description.manifest_sha256);
+        for node in &mut self.nodes {
+            found.push(node.control.describe().await?.manifest_sha256);
         }
         // Nodes that were sealed with different manifests refuse the seal, or the commit.
         Ok(found.iter().all(Option::is_some).then(|| found.first().copied().flatten()).flatten())
@@ -391,21 +253,22 @@ impl Upload {
             let found = (node == 0).then_some(&found);
             let mut lanes = Vec::with_capacity(lane_count);
             for lane in 0..lane_count {
-                let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].control.endpoint);
-                let (token, route) = (&self.token, self.route);
+                let (queue, meter, control) = (&queue, &meter, &self.nodes[node].control);
                 let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
-                    let mut connection = Lane::connect(endpoint, token, route).await?;
-                    tracing::trace!(lane, node = %endpoint.node, "a lane is open");
+                    let mut connection = control.another().await?;
+                    tracing::trace!(lane, node = %connection.connection.hello().node, "a lane is open");
                     let take = |lane: &Lane| {
                         let batch = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
                         batch.map(|batch| Share::begin(batch, lane, base.map(|(base, _)| base))).transpose()
                     };
                     let mut next = take(&connection)?;
                     while let Some(share) = next {
+                        connection.keep_usable().await?;
                         // What the next one's checksums cost is paid while this one is sent.
                         next = take(&connection)?;
-                        send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await?;
+                        let sent = send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await;
+                        sent.map_err(|error| connection.explained(error))?;
                     }
                     Ok::<(), BallastError>(())
                 });
@@ -423,8 +286,9 @@ impl Upload {
         for node in &mut self.nodes {
             node.control.keep_usable().await?;
         }
-        let seals = self.nodes.iter_mut().map(|Target { control }| async {
-            control.connection.seal(&document).await.map_err(lost_by(&control.endpoint))
+        let seals = self.nodes.iter_mut().map(async |node| {
+            let sealed = node.control.connection.seal(&document).await;
+            sealed.map_err(|error| node.control.explained(error.into()))
         });
         futures::future::try_join_all(seals).await?;
         Ok(())
@@ -559,7 +423,7 @@ async fn send(
                     return Ok(());
                 }
             }
-            lane.connection.write(unit, 0, &bytes).await.map_err(lost_by(&lane.endpoint))?;
+            lane.connection.write(unit, 0, &bytes).await.map_err(|error| lane.explained(error.into()))?;
             sent(size);
         }
         Batch::File { file, mut ranges } => {
@@ -585,7 +449,7 @@ async fn send(
                 }
             };
             let written = lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await;
-            written.map_err(lost_by(&lane.endpoint))?;
+            written.map_err(|error| lane.explained(error.into()))?;
             if let Some(computing) = computing {
                 note(&joined(computing.sums.await)?);
             }

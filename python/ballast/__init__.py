@@ -22,9 +22,10 @@ from ._errors import (
 from ._native import __version__
 from ._placement import LocalPlacement, Participant, WeightBinding, WeightPlacement
 from ._records import (
-    ManifestTensor, WeightAvailability, WeightManifest, WeightManifestRef, WeightMigrationMode, WeightOperation,
-    WeightOperationKind, WeightOperationStatus, WeightReplacement, WeightResidencyState, WeightRevisionIdentity,
-    WeightRevisionMetadata, WeightRevisionPage, WeightRevisionView, WeightStoragePolicy, WeightUpsertMode,
+    ManifestTensor, WeightAvailability, WeightImport, WeightImportPart, WeightManifest, WeightManifestRef,
+    WeightMigrationMode, WeightOperation, WeightOperationKind, WeightOperationStatus, WeightPartState, WeightReplacement,
+    WeightResidencyState, WeightRevisionIdentity, WeightRevisionMetadata, WeightRevisionPage, WeightRevisionView,
+    WeightStoragePolicy, WeightUpsertMode,
 )
 from ._snapshot import ArrayAdapter, ParallelAxis, TensorSpec, WeightSharing, WeightSnapshot
 from ._store import WeightStore, WeightWriter
@@ -34,8 +35,9 @@ __all__ = [
     "DurabilityFailedError", "GenerationExhaustedError", "InvalidArgumentError", "LeaseExpiredError", "LocalPlacement",
     "ManifestTensor", "NotFoundError", "NotReadyError", "OpenRevision", "ParallelAxis", "Participant",
     "PolicyUnsatisfiableError", "StaleGenerationError", "TensorSpec", "UnauthorizedError", "UnavailableError",
-    "WeightAvailability", "WeightBinding", "WeightErrorCode", "WeightManifest", "WeightManifestRef", "WeightMigrationMode",
-    "WeightOperation", "WeightOperationKind", "WeightOperationStatus", "WeightPlacement", "WeightReplacement",
+    "WeightAvailability", "WeightBinding", "WeightErrorCode", "WeightImport", "WeightImportPart", "WeightManifest",
+    "WeightManifestRef", "WeightMigrationMode", "WeightOperation", "WeightOperationKind", "WeightOperationStatus",
+    "WeightPartState", "WeightPlacement", "WeightReplacement",
     "WeightResidencyState", "WeightRevisionIdentity", "WeightRevisionMetadata", "WeightRevisionPage", "WeightRevisionView",
     "WeightSharing", "WeightSnapshot", "WeightStoragePolicy", "WeightStore", "WeightUpsertMode", "WeightWriter", "Weights",
     "__version__", "aio", "delta", "dtensor", "get_state_dict", "load", "open", "safetensors", "save", "wait",

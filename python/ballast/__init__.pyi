@@ -151,10 +151,30 @@ class WeightRevisionMetadata:
     updated_at_ms: int
     last_accessed_at_ms: int
 
+class WeightPartState(enum.Enum):
+    DECLARED = "DECLARED"
+    WRITING = "WRITING"
+    DONE = "DONE"
+
+class WeightImportPart:
+    participant: str
+    state: WeightPartState
+    epoch: int
+    silent_ms: int
+
+class WeightImport:
+    session_id: str
+    epoch: int
+    ends_in_ms: int
+    participants: Tuple[WeightImportPart, ...]
+    @property
+    def missing(self) -> Tuple[WeightImportPart, ...]: ...
+
 class WeightRevisionView:
     metadata: WeightRevisionMetadata
     active_lease_count: int
     nearest_lease_expiry_ms: Optional[int]
+    importing: Optional[WeightImport]
 
 class WeightRevisionPage:
     revisions: Tuple[WeightRevisionMetadata, ...]

@@ -239,13 +239,58 @@ class WeightRevisionMetadata:
         )
 
 
+class WeightPartState(enum.Enum):
+    """How far a participant of an import is: DECLARED and not joined, WRITING, or DONE."""
+
+    DECLARED = "DECLARED"
+    WRITING = "WRITING"
+    DONE = "DONE"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightImportPart:
+    """How far one participant of an import is, and for how long it has not been heard of."""
+
+    participant: str
+    state: WeightPartState
+    epoch: int
+    silent_ms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightImport:
+    """An import under way by several writers: its session, its participants, and when it ends if nobody is heard of."""
+
+    session_id: str
+    epoch: int
+    ends_in_ms: int
+    participants: Tuple[WeightImportPart, ...]
+
+    @property
+    def missing(self):
+        """The participants that are not done."""
+        return tuple(part for part in self.participants if part.state is not WeightPartState.DONE)
+
+    @classmethod
+    def _from_wire(cls, body):
+        if body is None:
+            return None
+        parts = (WeightImportPart(
+            part["participant"], WeightPartState(part["state"]), part["epoch"], part["silent_ms"]) for part in body["participants"])
+        return cls(body["session_id"], body["epoch"], body["ends_in_ms"], tuple(parts))
+
+    def __repr__(self):
+        return f"<WeightImport {self.session_id}, {len(self.missing)} of {len(self.participants)} participants are missing>"
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightRevisionView:
-    """A revision's record with its active leases counted."""
+    """A revision's record with its active leases counted; `importing` is how far its participants are, while several write it."""
 
     metadata: WeightRevisionMetadata
     active_lease_count: int
     nearest_lease_expiry_ms: Optional[int]
+    importing: Optional[WeightImport] = None
 
     @classmethod
     def _from_wire(cls, body):
@@ -253,6 +298,7 @@ class WeightRevisionView:
             metadata=WeightRevisionMetadata._from_wire(body["metadata"]),
             active_lease_count=body["active_lease_count"],
             nearest_lease_expiry_ms=body["nearest_lease_expiry_ms"],
+            importing=WeightImport._from_wire(body.get("import")),
         )
 
     def __repr__(self):

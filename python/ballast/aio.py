@@ -6,6 +6,7 @@ import functools
 
 from . import _easy, _native
 from . import _store as _sync
+from . import delta as _delta
 
 
 async def _run(work, *arguments, **named):
@@ -176,4 +177,6 @@ load = _helper(_easy.load)
 save = _helper(_easy.save)
 wait = _helper(_easy.wait)
 
-__all__ = ["WeightStore", "WeightWriter", "load", "open", "save", "wait"]
+delta_upsert = _helper(_delta.upsert)
+
+__all__ = ["WeightStore", "WeightWriter", "delta_upsert", "load", "open", "save", "wait"]

@@ -7,6 +7,7 @@ from . import (
     Weights, WeightSnapshot, WeightStoragePolicy, WeightUpsertMode,
 )
 from . import WeightStore as _WeightStore
+from .delta import Semantics, SparseDelta
 
 _Store = Union["WeightStore", _WeightStore, str]
 
@@ -80,3 +81,8 @@ async def save(
     store: Optional[_Store] = None, progress: Optional[Progress] = None,
 ) -> WeightRevisionMetadata: ...
 async def wait(name: Name, min_generation: int = 1, *, timeout: Optional[float] = None, store: Optional[_Store] = None) -> WeightRevisionIdentity: ...
+async def delta_upsert(
+    deltas: Iterable[SparseDelta], *, replacing: Name, semantics: Union[Semantics, str] = Semantics.OVERWRITE,
+    expected_metadata_generation: Optional[int] = None, policy: Optional[WeightStoragePolicy] = None,
+    request_id: Optional[str] = None, wait: bool = False, store: Optional[_Store] = None, progress: Optional[Progress] = None,
+) -> WeightRevisionMetadata: ...

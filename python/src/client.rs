@@ -267,7 +267,9 @@ impl Client {
                 Some(Sharing { participants, participant: Some(own), session: Some(session), .. })
                     if participants.is_empty() =>
                 {
-                    return PartWriter::join(&self.store, source, &identity, &session, &own).await.map(Put::part);
+                    let joined =
+                        PartWriter::join(&self.store, source, &identity, &session, &own, progress(callback)).await;
+                    return joined.map(Put::part);
                 }
                 Some(sharing) => sharing.coordinated(source)?,
             };
@@ -342,8 +344,15 @@ impl Client {
             let deltas = SparseDelta::read_all(&deltas.iter().map(object).collect::<Vec<_>>())?;
             let options = UpsertOptions { policy, request_id, wait_completed, ..UpsertOptions::default() };
             let progress = progress(callback);
-            let applied =
-                delta::upsert(&self.store, &deltas, semantics, &base, expected_metadata_generation, options, progress);
+            let applied = delta::upsert(
+                &self.store,
+                deltas.into(),
+                semantics,
+                &base,
+                expected_metadata_generation,
+                options,
+                progress,
+            );
             report_text(applied.await?)
         })
     }

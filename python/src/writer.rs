@@ -125,13 +125,14 @@ impl Writer {
             Put::Whole(writer) => report_text(wait(py, Some(&self.gateway), cancel, writer.commit())?),
             Put::Part(writer) => {
                 let report = wait(py, Some(&self.gateway), cancel, writer.finish())?;
-                let PartReport { identity: _, participant, bytes, sent_bytes, elapsed, transport } = report;
+                let PartReport { identity: _, participant, bytes, sent_bytes, elapsed, existed, transport } = report;
                 to_json(&json!({
                     "participant": participant,
                     "bytes": bytes,
                     "sent_bytes": sent_bytes,
+                    "existed": existed,
                     "seconds": elapsed.as_secs_f64(),
-                    "transport": transport.to_string(),
+                    "transport": transport.map(|transport| transport.to_string()),
                 }))
             }
         };

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ballast
-from ballast import aio
+from ballast import aio, delta
 from conftest import leases, tensors, until
 from test_store import HOT, snapshot_of
 from test_writers import gone
@@ -50,6 +50,27 @@ def test_put_get_upsert_migrate_remove(cluster, store, name):
 
     base = run(work())
     until(lambda: store.weight_get_metadata(base).metadata.availability is ballast.WeightAvailability.DELETED)
+
+
+def test_a_delta_is_applied_and_a_stale_one_refused(cluster, store, name):
+    before = tensors(54)
+    after = {key: value.copy() for key, value in before.items()}
+    changed = next(key for key, value in before.items() if value.size > 10 and value.dtype == np.float32)
+    after[changed].reshape(-1)[3:9] += 1
+    deltas = [delta.between(changed, before[changed], after[changed], base_generation=1, delta_generation=2)]
+
+    async def work():
+        twin = aio.WeightStore(cluster.nats)
+        await aio.save(before, name, store=twin, policy=HOT)
+        record = await aio.delta_upsert(deltas, replacing=name, store=twin)
+        with pytest.raises(ballast.StaleGenerationError):
+            await aio.delta_upsert(deltas, replacing=record.identity, store=twin)
+        return record
+
+    record = run(work())
+    assert record.identity.weight_generation == 2
+    found = ballast.load(record.identity, store=store)
+    assert found.keys() == after.keys() and all(np.array_equal(found[key], value) for key, value in after.items())
 
 
 def test_an_exception_inside_the_block_aborts(cluster, store, name):

@@ -114,9 +114,9 @@ def lost(parts, call):
     with pytest.raises(ballast.UnavailableError) as failed:
         call()
     node = parts.transfer_workers[0].name
-    for word in (f"node {node} holds nothing of this import any more", "restarted since the import began", "put everything again"):
+    for word in (f"node {node} was restarted since the import began", "put everything again"):
         assert word in failed.value.message, failed.value.message
-    assert failed.value.details == {"node": node, "import_lost": True}
+    assert failed.value.details == {"restarted_nodes": [node]}
     return failed.value
 
 

@@ -1,6 +1,7 @@
 """Many writers, one commit: the ranks of a job put one revision together, and whoever dies, is stale, or disagrees is named."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -278,9 +279,73 @@ def test_a_stale_rank_is_refused_at_once_and_harms_nobody(store, name):
             put_all(second, held[1])
         assert second.revision is None and second.report["bytes"] == values["w"].nbytes // 2 + values["v"].nbytes
     loaded(store, first.identity, values)
-    # And of the last generation, which is published.
+    # And of the last generation, which another session has published.
     with pytest.raises(ballast.ConflictError, match="published"):
-        store.weight_put(snapshots[1].part("rank1", first.session), adapter)
+        store.weight_put(snapshots[1].part("rank1", old), adapter)
+    with pytest.raises(ballast.ConflictError):
+        store.weight_put(snapshots[0].shared(RANKS, participant="rank0", session=old), adapter)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_job_that_is_repeated_after_its_commit_finds_what_it_has_published(store, name, named):
+    values, held, snapshots = two_halves(name)
+    adapter = DTensorAdapter()
+    shared = snapshots[0].shared(RANKS, participant="rank0", session=f"{name}-step-7" if named else None)
+
+    def put(own=held):
+        with store.weight_put(shared, adapter, policy=HOT) as first:
+            with store.weight_put(snapshots[1].part("rank1", first.session), adapter) as second:
+                put_all(second, own[1])
+            put_all(first, own[0])
+        return first, second
+
+    first, second = put()
+    assert not first.report["existed"] and not second.report["existed"]
+    again, part = put()
+    # All of it but when it was read: the comparing is a read.
+    assert dataclasses.replace(again.revision, last_accessed_at_ms=0) == first.revision
+    assert again.report["existed"] and part.report["existed"]
+    assert part.report["sent_bytes"] == 0 and part.report["bytes"] == second.report["bytes"]
+    # Other bytes are refused by name, and harm nobody.
+    _, other, _ = two_halves(name)
+    other[1]["w"].local[1][-1] += 1
+    with pytest.raises(ballast.ConflictError, match="tensor 'w'|tensor \"w\""):
+        put(other)
+    loaded(store, first.identity, values)
+
+
+def test_a_rank_tells_how_far_it_is(cluster, name):
+    values, held, snapshots = two_halves(name)
+    told = []
+    store = ballast.WeightStore(cluster.nats, progress=lambda phase, done, total, note: told.append((phase, done, total)))
+    adapter = DTensorAdapter()
+    with store.weight_put(snapshots[0].shared(RANKS), adapter, policy=HOT) as first:
+        for rank, own in enumerate(held):
+            with store.weight_put(snapshots[rank].part(RANKS[rank], first.session), adapter) as part:
+                put_all(part, own)
+            assert ("sealing", part.report["bytes"], part.report["bytes"]) in told
+        assert [done for phase, done, _ in told if phase == "writing"]
+    loaded(store, first.identity, values)
+
+
+def test_who_is_missing_is_shown_while_the_others_write(cluster, store, name):
+    from ballast import WeightPartState as State
+
+    values, held, snapshots = two_halves(name)
+    adapter = DTensorAdapter()
+    shared = snapshots[0].shared([*RANKS, "rank2"], participant="rank0", session=f"{name}-step-7")
+    with pytest.raises(ZeroDivisionError):
+        with store.weight_put(shared, adapter, policy=HOT) as first:
+            with store.weight_put(snapshots[1].part("rank1", first.session), adapter) as second:
+                put_all(second, held[1])
+            shown = store.weight_get_metadata(first.identity).importing
+            assert shown.session_id == first.session and shown.ends_in_ms > 0
+            states = {part.participant: part.state for part in shown.participants}
+            assert states == {"rank0": State.WRITING, "rank1": State.DONE, "rank2": State.DECLARED}
+            assert [part.participant for part in shown.missing] == ["rank0", "rank2"]
+            1 / 0
+    ballast.save(values, f"{name}-alone", store=store, policy=HOT)
+    assert store.weight_get_metadata(f"{name}-alone#1").importing is None
 
 
 def test_an_exception_in_a_ranks_block_leaves_the_import_open_for_its_next_run(store, name):

@@ -2,6 +2,8 @@
 //! Every reply carries `log_seq` and one of the bodies below, or `error`. Not here: how a request is read, and what every one of
 //! them may carry (`request.rs`).
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::command::{Coordinator, default_import_ttl_ms, default_lease_ttl_ms};
@@ -13,7 +15,7 @@ use crate::metadata::{
 };
 use crate::node::{NodeCheck, NodeEndpoint, NodeStatus};
 use crate::policy::{HotRatio, WeightStoragePolicy};
-use crate::position::{InstanceId, LeaseId, OperationId, ParticipantId, SessionId, WriterId};
+use crate::position::{InstanceId, LeaseId, NodeId, OperationId, ParticipantId, SessionId, WriterId};
 use crate::state::{Residency, UpsertMode};
 use crate::time::LogTime;
 
@@ -147,6 +149,9 @@ body! {
         instance: InstanceId,
         /// As its join answered.
         epoch: u64,
+        /// `finish_part`: by node, the run of its process (`incarnation`) that has compared what this one brought.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        incarnations: BTreeMap<NodeId, String>,
     }
 }
 
@@ -155,6 +160,9 @@ body! {
     PartReply {
         /// The participant.
         part: ImportPart,
+        /// Of `renew_part`: opens the nodes' doors for longer than the one before.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        token: Option<String>,
     }
 }
 
@@ -188,6 +196,9 @@ body! {
     SessionReply {
         /// The session.
         session: ImportSession,
+        /// Opens the nodes' doors for longer than the one before.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        token: Option<String>,
     }
 }
 

@@ -1,6 +1,8 @@
 //! Commands: everything that can stand in the log. Their effect is the deterministic result of folding them in
 //! log order; a command that can not be accepted folds to a rejection (see ARCHITECTURE.md, The log and the fold).
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::config::ClusterConfig;
@@ -272,6 +274,10 @@ pub struct PartWriter {
     pub instance: InstanceId,
     /// As its join answered.
     pub epoch: u64,
+    /// `FinishPart`: the run of each node's process that has compared what the participant brought. Bytes of an import go with
+    /// that process. Left out by older clients.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub incarnations: BTreeMap<NodeId, String>,
 }
 
 /// Keeps a session open while bytes move.

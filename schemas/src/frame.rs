@@ -122,6 +122,12 @@ pub enum Request {
     Seal,
     /// Asks what the node holds.
     Describe,
+    /// A reader has found the bytes of a unit wrong: the node looks at its own copies, and gives up those that are. The answer
+    /// is that to `Describe`, afterwards.
+    Check {
+        /// Which.
+        unit: u32,
+    },
     /// Asks for the manifest's bytes.
     ReadManifest,
     /// Asks for the affinity index, as MessagePack.

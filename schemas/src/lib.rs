@@ -49,7 +49,7 @@ pub use messagepack::from_messagepack;
 pub use metadata::*;
 pub use node::*;
 pub use object::*;
-pub use outcome::{Outcome, Rejection, Reply, missing_parts};
+pub use outcome::{Outcome, Rejection, Reply, lost_parts, missing_parts};
 pub use policy::{HotRatio, PolicyError, WeightStoragePolicy};
 pub use position::{
     ClusterId, CommandId, InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, ReplicaId, SessionId,

@@ -1,6 +1,8 @@
 //! What the management plane shows of revisions, leases, operations and claims: lightweight records, no tensors,
 //! no addresses (RFC, Data Authority Boundaries, safety invariant 9). `*_unix_ms` are for display only.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::command::Coordinator;
@@ -10,7 +12,8 @@ use crate::identity::{GroupId, LineageKey, RevisionIdentity};
 use crate::policy::{HotRatio, WeightStoragePolicy};
 use crate::position::{InstanceId, LeaseId, LogPosition, NodeId, OperationId, ParticipantId, SessionId, WorkerId};
 use crate::state::{
-    Availability, ClaimPhase, MigrationTrigger, OperationKind, OperationStatus, ParkReason, Residency, UpsertMode,
+    Availability, ClaimPhase, MigrationTrigger, OperationKind, OperationStatus, ParkReason, PartState, Residency,
+    UpsertMode,
 };
 use crate::time::LogTime;
 
@@ -80,6 +83,9 @@ pub struct RevisionView {
     pub nearest_lease_expiry_ms: Option<u64>,
     /// The lineage's watermark: the highest generation whose publication is complete.
     pub watermark: u64,
+    /// IMPORTING by several writers: who has declared itself, who is done, and who is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub import: Option<ImportView>,
 }
 
 /// A granted lease.
@@ -147,6 +153,36 @@ pub struct ImportPart {
     pub heard_at: LogTime,
     /// This run has said that it has nothing more to send.
     pub done: bool,
+    /// With it: the run of each node's process that has what it brought. Queries say it; outcomes never carry it, so that
+    /// builds that do not know of it digest them alike.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub incarnations: BTreeMap<NodeId, String>,
+}
+
+/// An import under way whose writers are several, as it is shown to everybody.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportView {
+    /// What participants join.
+    pub session_id: SessionId,
+    /// Of the run that coordinates it.
+    pub epoch: u64,
+    /// Log-clock milliseconds until it ends, if nobody gives a sign of life.
+    pub ends_in_ms: u64,
+    /// Everyone who has to bring a part, by name.
+    pub participants: Vec<PartView>,
+}
+
+/// How far one participant of an import is, as it is shown to everybody.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartView {
+    /// Who.
+    pub participant: ParticipantId,
+    /// How far it is.
+    pub state: PartState,
+    /// Of the run that is at work, or was; 0 before the first join.
+    pub epoch: u64,
+    /// Log-clock milliseconds since it was last heard of; since the begin, before the first join.
+    pub silent_ms: u64,
 }
 
 /// A background operation; terminal ones stay queryable.

@@ -1,5 +1,7 @@
 //! Outcomes: what the fold decided about a command. Every replica decides the same, so a retry hears the same answer.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -7,7 +9,7 @@ use crate::error::{BallastError, ErrorCode};
 use crate::metadata::{
     ImportPart, ImportSession, LeaseGrant, ReplacementClaim, WeightOperation, WeightRevisionMetadata,
 };
-use crate::position::OperationId;
+use crate::position::{NodeId, OperationId};
 use crate::shared::Shared;
 use crate::time::LogTime;
 use crate::units::human_ms;
@@ -104,6 +106,34 @@ pub fn missing_parts(parts: &[ImportPart], now: LogTime) -> Option<Rejection> {
     (!missing.is_empty()).then(|| Rejection::new(ErrorCode::NotReady, message).with_details(details))
 }
 
+/// Why an import can not be committed any more although its participants have finished: their bytes went with a node's process.
+/// `runs` are the nodes' processes as they are now, as far as they are known. `None` when nothing is known to be lost.
+#[must_use]
+pub fn lost_parts(parts: &[ImportPart], runs: &BTreeMap<NodeId, String>) -> Option<Rejection> {
+    let restarted = |part: &ImportPart| {
+        let gone = |(node, run): &(&NodeId, &String)| runs.get(*node).is_some_and(|now| now != *run);
+        part.incarnations.iter().find(gone).map(|(node, _)| node.clone())
+    };
+    let lost: Vec<(&ImportPart, NodeId)> =
+        parts.iter().filter(|part| part.done).filter_map(|part| Some((part, restarted(part)?))).collect();
+    let names: Vec<&str> = lost.iter().map(|(part, _)| part.participant.as_str()).collect();
+    let nodes: BTreeSet<&NodeId> = lost.iter().map(|(_, node)| node).collect();
+    let shown = |all: &mut dyn Iterator<Item = &str>, more: bool| {
+        let mut shown: Vec<&str> = all.take(PARTICIPANTS_SHOWN).collect();
+        shown.extend(more.then_some("…"));
+        shown.join(", ")
+    };
+    let message = format!(
+        "node {} was restarted after {} of {} participants had finished, and what they had brought went with its memory: {}; another run of each of them joins and puts its part again",
+        shown(&mut nodes.iter().map(|node| node.as_str()), nodes.len() > PARTICIPANTS_SHOWN),
+        lost.len(),
+        parts.len(),
+        shown(&mut names.iter().copied(), names.len() > PARTICIPANTS_SHOWN)
+    );
+    let details = serde_json::json!({ "participants": names, "restarted_nodes": nodes });
+    (!lost.is_empty()).then(|| Rejection::new(ErrorCode::NotReady, message).with_details(details))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,7 +144,24 @@ mod tests {
         let identity = RevisionIdentity::new("default", "n", "r", "v", 1).unwrap();
         let instance = InstanceId { group_id: identity.group_id(), position: LogPosition::ZERO };
         let participant = ParticipantId::new(name).unwrap();
-        ImportPart { participant, instance, epoch, heard_at: LogTime(heard_at), done }
+        ImportPart { participant, instance, epoch, heard_at: LogTime(heard_at), done, incarnations: BTreeMap::new() }
+    }
+
+    #[test]
+    fn a_part_is_lost_with_the_process_of_the_node_that_had_it() {
+        let node = |name: &str| NodeId::new(name).unwrap();
+        let mut parts: Vec<ImportPart> = (0..4).map(|n| part(&format!("rank{n}"), 1, 0, n != 1)).collect();
+        for own in &mut parts[..3] {
+            own.incarnations = BTreeMap::from([(node("a"), "first".to_owned()), (node("b"), "first".to_owned())]);
+        }
+        let runs = |of_b: &str| BTreeMap::from([(node("b"), of_b.to_owned())]);
+        assert_eq!(lost_parts(&parts, &runs("first")), None, "nothing is known of the other node");
+        let lost = lost_parts(&parts, &runs("second")).unwrap();
+        assert_eq!(lost.code, ErrorCode::NotReady);
+        assert!(lost.message.starts_with("node b was restarted after 2 of 4 participants"), "{}", lost.message);
+        assert!(lost.message.contains(": rank0, rank2; another run"), "{}", lost.message);
+        let named = serde_json::json!({"participants": ["rank0", "rank2"], "restarted_nodes": ["b"]});
+        assert_eq!(lost.details, named, "rank1 has not finished, and rank3 did not say where its bytes are");
     }
 
     #[test]

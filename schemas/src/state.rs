@@ -52,6 +52,18 @@ macro_rules! wire_enum {
 }
 
 wire_enum! {
+    /// How far a participant of an import is.
+    PartState {
+        /// The import waits for it; no run of it has joined.
+        Declared = 0 as "DECLARED",
+        /// A run of it has joined and has more to send.
+        Writing = 1 as "WRITING",
+        /// Its part is there.
+        Done = 2 as "DONE",
+    }
+}
+
+wire_enum! {
     /// Whether a revision is complete and can be safely discovered and read.
     Availability {
         /// Its session is open; invisible to ordinary discovery and reads.

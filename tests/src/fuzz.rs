@@ -623,6 +623,7 @@ fn frames() -> Vec<Vec<u8>> {
         },
         frame::Request::Offer { fragments: offers().fragments.iter().map(|own| own.fragment).collect() },
         frame::Request::ReadOffers { conflicts: true },
+        frame::Request::Check { unit: 3 },
         frame::Request::Seal,
         frame::Request::MapSegments { memory: true, cold: false },
     ];

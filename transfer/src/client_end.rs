@@ -424,6 +424,17 @@ impl NodeConnection {
         }
     }
 
+    /// Has the node look at its own copies of a unit whose bytes were wrong, and answers what it holds afterwards.
+    ///
+    /// # Errors
+    /// When the node refuses.
+    pub async fn check(&mut self, unit: u32) -> Result<Description, TransferError> {
+        match self.call(Request::Check { unit }, &[], &[], self.options.patience).await?.body {
+            Response::Described(description) => Ok(description),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// The manifest's bytes, as the node has them: compare their SHA-256 with the metadata's.
     ///
     /// # Errors

@@ -73,6 +73,23 @@ struct Holder {
     wrong: HashSet<u32>,
 }
 
+impl Holder {
+    /// Not asked for a unit again that it had wrong. It is told, so that it looks for itself: what it gives up is missed and made
+    /// again, as after any other read.
+    async fn is_wrong(&mut self, unit: u32) {
+        self.wrong.insert(unit);
+        let node = self.connection.hello().node.clone();
+        match tokio::time::timeout(REMOTE_WAIT, self.connection.check(unit)).await {
+            Ok(Ok(holdings)) => tracing::warn!(
+                %node, unit, given_up = !(holdings.hot.get(unit) || holdings.cold.get(unit)), "a base's unit was wrong"
+            ),
+            // It may be of a build that does not know the request, and goes on being found by its own checks.
+            Ok(Err(error)) => tracing::warn!(%node, unit, %error, "a base's unit was wrong, and its node was not told"),
+            Err(_) => tracing::warn!(%node, unit, "a base's unit was wrong, and its node is still looking at it"),
+        }
+    }
+}
+
 /// Where units go, and which.
 #[derive(Debug)]
 pub(crate) struct Deriving {
@@ -324,14 +341,14 @@ impl Base {
                 }
                 Origin::Holder(at) => {
                     let made = self.make_from(at, maker, step, places).await;
-                    made.inspect_err(|error| {
-                        if error.code == ErrorCode::ChecksumMismatch
-                            && let Some(holder) = self.holders.get_mut(at)
-                        {
-                            holder.wrong.insert(base_unit);
-                            self.reasons.push(format!("node {} has it wrong", holder.connection.hello().node));
-                        }
-                    })?
+                    if let Err(error) = &made
+                        && error.code == ErrorCode::ChecksumMismatch
+                        && let Some(holder) = self.holders.get_mut(at)
+                    {
+                        self.reasons.push(format!("node {} has it wrong", holder.connection.hello().node));
+                        holder.is_wrong(base_unit).await;
+                    }
+                    made?
                 }
             };
         }

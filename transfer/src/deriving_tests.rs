@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use ballast_schemas::frame::{DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Number, Patch, PatchRule};
+use ballast_schemas::frame::{
+    DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Description, Number, Patch, PatchRule,
+};
 use ballast_schemas::{Digest, ErrorCode, InstanceId, TokenRight};
 
 use crate::checksum::checksum;
@@ -204,6 +206,25 @@ async fn wrong_bytes_of_a_base_are_noticed_and_no_longer_count() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_told_of_a_wrong_unit_looks_at_every_copy_of_its_own() {
+    let node = Node::start().await;
+    for (number, cold) in [(1, true), (2, false)] {
+        let base = named(number);
+        import(&node.store, &base, &SIZES);
+        if cold {
+            node.demote(&base, 0..4);
+        }
+        let mut reader = node.connect(&base, TokenRight::Read, Route::Tcp).await;
+        let held = |description: &Description, unit| description.hot.get(unit) || description.cold.get(unit);
+        assert!(held(&reader.check(1).await.unwrap(), 1), "nobody's word is taken");
+        spoil(if cold { node.folders.cold.path() } else { node.folders.memory.path() }, &base);
+        let after = reader.check(1).await.unwrap();
+        assert!(!held(&after, 1) && held(&after, 2), "{after:?}");
+    }
+    node.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_copy_that_somebody_else_disturbs_the_target_of_is_not_blamed() {
     let node = Node::start().await;
     let base = named(1);
@@ -320,11 +341,22 @@ async fn a_base_may_be_in_pieces_and_a_copy_that_is_wrong_is_replaced_by_another
     let all = [copy(0), copy(1), copy(2), copy(3)];
     let error = importer.derive(&all, |_| {}).await.unwrap_err();
     assert_eq!(error.code(), ErrorCode::ChecksumMismatch, "{error}");
+    // The node that had it wrong was told, and has given it up, as after a reader of its own.
+    let holdings = others[0].store.describe(&base).unwrap();
+    let lost: Vec<u32> = (0..4).filter(|unit| SIZES[*unit as usize] > 0 && !holdings.hot.get(*unit)).collect();
+    assert_eq!(lost.len(), 1, "{holdings:?}");
     importer.derive(&all, |_| {}).await.unwrap();
     sealed(&node, &id, &contents()).await;
+    // Who is right looks, and keeps what it has.
+    let mut reader = others[1].connect(&base, TokenRight::Read, Route::Tcp).await;
+    for unit in 0..4 {
+        assert!(reader.check(unit).await.unwrap().hot.get(unit));
+    }
+    assert_eq!(reader.check(99).await.unwrap_err().code(), ErrorCode::InvalidArgument);
+    let mut writer = others[1].connect(&base, TokenRight::Import, Route::Tcp).await;
+    assert_eq!(writer.check(0).await.unwrap_err().code(), ErrorCode::Unauthorized);
 
-    // The first one gives it up; then neither has all of it.
-    others[0].store.verify(&base, 0, &Progress::default()).unwrap();
+    // Then neither has all of it.
     let (id, mut importer) = target(&node, 3, Route::Tcp).await;
     importer.open_base(&token_of(&base, &holders), &holders).await.unwrap();
     importer.derive(&all, |_| {}).await.unwrap();

@@ -343,6 +343,7 @@ impl Connection<'_> {
                 let description = self.shared.store.describe(&claims.instance)?;
                 Ok(self.send(Response::Described(description)).await?)
             }
+            Request::Check { unit } => self.check(unit).await,
             Request::ReadManifest => {
                 let claims = self.allowed(TokenRight::Read)?;
                 let manifest = self.shared.store.reader(&claims.instance)?.manifest();
@@ -579,6 +580,21 @@ impl Connection<'_> {
             () = self.wire.closed() => return Err(WireError::Closed.into()),
         };
         Ok(self.send(Response::Derived { units }).await?)
+    }
+
+    /// In one of the places for work that blocks for long, as a derivation: whoever asks has read as much before.
+    async fn check(&mut self, unit: u32) -> Result<(), Failure> {
+        let claims = self.allowed(TokenRight::Read)?;
+        let store = self.shared.store.clone();
+        let place =
+            self.shared.derivations.clone().acquire_owned().await.map_err(|_| invalid("the node is stopping"))?;
+        let holdings = blocking(move || {
+            let _place = place;
+            store.check_copies(&claims.instance, unit)?;
+            store.describe(&claims.instance)
+        });
+        let holdings = holdings.await?;
+        Ok(self.send(Response::Described(holdings)).await?)
     }
 
     async fn seal(&mut self, payload: &mut Payload) -> Result<(), Failure> {

@@ -180,6 +180,7 @@ impl Fold<'_> {
             metadata,
             import: Some(Box::new(import)),
             published: None,
+            published_by: None,
             leases: Default::default(),
             converged: false,
             settled: None,
@@ -296,6 +297,7 @@ impl Fold<'_> {
         let policy = self.revision(identity)?.metadata.policy;
         let goal = Settled::preferred(&policy);
         let published = manifest_digest(&command.manifest);
+        let published_by = command.coordinator.is_some().then(|| command.session_id.clone());
         // READY + HOT and the initial migration are one durable mutation (RFC, Import and READY Publication). The manifest
         // goes in first, so that the operation knows how much there is to do.
         let group_id = self.revision(identity)?.metadata.instance.group_id.clone();
@@ -306,6 +308,7 @@ impl Fold<'_> {
         self.change_revision(identity, |revision| {
             revision.import = None;
             revision.published = Some(published);
+            revision.published_by = published_by;
             revision.metadata.availability = Availability::Ready;
             revision.metadata.residency = Residency::Hot;
             revision.metadata.observed_hot_ppm = 1_000_000;

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ballast_schemas::{
     BallastError, BeginSharedImport, Coordinator, ErrorCode, IMPORT_PARTICIPANT_NAMES_BYTES_MAX,
-    IMPORT_PARTICIPANTS_MAX, ImportPart, ImportSession, InstanceId, JoinImport, LogTime, Outcome, PartWriter,
-    ParticipantId, Rejection, Reply, RevisionIdentity, SessionId, missing_parts,
+    IMPORT_PARTICIPANTS_MAX, ImportPart, ImportSession, ImportView, InstanceId, JoinImport, LogTime, Outcome,
+    PartState, PartView, PartWriter, ParticipantId, Rejection, Reply, RevisionIdentity, SessionId, missing_parts,
 };
 
 use crate::fold::{Fold, details, reject};
@@ -20,7 +20,7 @@ pub(crate) const COORDINATORS_REMEMBERED: usize = 8;
 
 /// Every participant, before it has joined.
 pub(crate) fn declared(shared: &BeginSharedImport, now: LogTime) -> BTreeMap<ParticipantId, Part> {
-    let part = Part { epoch: 0, writer_id: None, heard_at: now, done: false };
+    let part = Part { epoch: 0, writer_id: None, heard_at: now, done: false, incarnations: BTreeMap::new() };
     shared.participants.iter().map(|participant| (participant.clone(), part.clone())).collect()
 }
 
@@ -34,7 +34,7 @@ impl State {
     }
 
     fn expect_epoch(&self, own: &PartWriter) -> Result<(), Rejection> {
-        let PartWriter { identity, session_id, participant, instance, epoch } = own;
+        let PartWriter { identity, session_id, participant, instance, epoch, .. } = own;
         let import = self.open(identity, session_id)?;
         import.expect_instance(instance, "join it again")?;
         let part = import.part(participant)?;
@@ -53,6 +53,7 @@ impl State {
 }
 
 impl Part {
+    /// As outcomes say it.
     pub fn view(&self, participant: &ParticipantId, instance: &InstanceId) -> ImportPart {
         ImportPart {
             participant: participant.clone(),
@@ -60,6 +61,15 @@ impl Part {
             epoch: self.epoch,
             heard_at: self.heard_at,
             done: self.done,
+            incarnations: BTreeMap::new(),
+        }
+    }
+
+    fn state(&self) -> PartState {
+        match (self.done, self.epoch) {
+            (true, _) => PartState::Done,
+            (false, 0) => PartState::Declared,
+            (false, _) => PartState::Writing,
         }
     }
 }
@@ -134,6 +144,7 @@ impl Fold<'_> {
             part.epoch = part.epoch.saturating_add(1);
             part.writer_id = Some(writer_id.clone());
             part.done = false;
+            part.incarnations.clear();
         })
     }
 
@@ -144,7 +155,13 @@ impl Fold<'_> {
 
     pub fn finish_part(&mut self, command: &PartWriter) -> Outcome {
         self.state.expect_epoch(command)?;
-        self.hear_of(&command.identity, &command.session_id, &command.participant, |part| part.done = true)
+        let placement = &self.state.open(&command.identity, &command.session_id)?.session.placement;
+        let placed = command.incarnations.iter().filter(|(node, _)| placement.contains(node));
+        let incarnations: BTreeMap<_, _> = placed.map(|(node, run)| (node.clone(), run.clone())).collect();
+        self.hear_of(&command.identity, &command.session_id, &command.participant, |part| {
+            part.done = true;
+            part.incarnations = incarnations;
+        })
     }
 
     /// A sign of life: whoever gives one keeps the session open.
@@ -174,7 +191,28 @@ impl Import {
     /// Every participant by name.
     pub fn views(&self) -> Vec<ImportPart> {
         let instance = &self.session.instance;
-        self.parts.iter().map(|(participant, part)| part.view(participant, instance)).collect()
+        let view = |(participant, part): (&ParticipantId, &Part)| {
+            let incarnations = part.incarnations.clone();
+            ImportPart { incarnations, ..part.view(participant, instance) }
+        };
+        self.parts.iter().map(view).collect()
+    }
+
+    /// What everybody may see of an import with several writers; the name of one with a single writer is its importer's alone.
+    pub fn shown(&self, now: LogTime) -> Option<ImportView> {
+        let ImportSession { session_id, epoch, expires_at, .. } = &self.session;
+        let part = |(participant, part): (&ParticipantId, &Part)| PartView {
+            participant: participant.clone(),
+            state: part.state(),
+            epoch: part.epoch,
+            silent_ms: now.since(part.heard_at),
+        };
+        (*epoch > 0).then(|| ImportView {
+            session_id: session_id.clone(),
+            epoch: *epoch,
+            ends_in_ms: expires_at.since(now),
+            participants: self.parts.iter().map(part).collect(),
+        })
     }
 
     fn part(&self, participant: &ParticipantId) -> Result<&Part, Rejection> {

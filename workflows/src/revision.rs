@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use ballast_schemas::{
     Availability, Digest, ErrorCode, EventBody, HotRatio, ImportSession, LeaseGrant, LeaseId, LogPosition, LogTime,
     MigrationMode, MigrationTrigger, NodeEvidence, NodeId, OperationError, OperationKind, OperationStatus, Outcome,
-    ParticipantId, Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, Shared,
-    UpdatePolicy, WeightRevisionMetadata, WeightStoragePolicy, WriterId,
+    ParticipantId, Rejection, Remove, Residency, RevisionDegraded, RevisionIdentity, RevisionRecovered, SessionId,
+    Shared, UpdatePolicy, WeightRevisionMetadata, WeightStoragePolicy, WriterId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,9 @@ pub(crate) struct Revision {
     /// Digest of the manifest reference as committed. Set once at READY and never again: a tombstone with it was readable
     /// once, one without never was.
     pub published: Option<Digest>,
+    /// The session whose several writers have published it: its repeat is known by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub published_by: Option<SessionId>,
     pub leases: BTreeMap<LeaseId, Lease>,
     /// Whether the initial convergence to the preferred residency is over.
     pub converged: bool,
@@ -91,6 +94,9 @@ pub(crate) struct Part {
     pub writer_id: Option<WriterId>,
     pub heard_at: LogTime,
     pub done: bool,
+    /// Of the nodes' processes that have what it brought, once it is done and if it said so.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub incarnations: BTreeMap<NodeId, String>,
 }
 
 /// An active lease.

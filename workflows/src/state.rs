@@ -10,8 +10,8 @@ use ballast_schemas::{
     Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest, ErrorCode,
     FOLD_VERSION_FIRST, ImportPart, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey,
     ListRequest, LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, Rejection, ReplacementClaim,
-    ReplicaId, Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode,
-    WeightOperation, WeightRevisionMetadata,
+    ReplicaId, Residency, RevisionIdentity, RevisionPage, RevisionView, SessionId, SnapshotCommitted, TenantId,
+    UpsertMode, WeightOperation, WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -230,6 +230,7 @@ impl State {
             active_lease_count: u32::try_from(revision.leases.len()).unwrap_or(u32::MAX),
             nearest_lease_expiry_ms: nearest.map(|at| at.since(self.log_clock())),
             watermark: self.watermark(&identity.lineage()),
+            import: revision.import.as_ref().and_then(|import| import.shown(self.log_clock())),
         })
     }
 
@@ -244,6 +245,12 @@ impl State {
     pub fn import_parts(&self, identity: &RevisionIdentity) -> Vec<ImportPart> {
         let import = self.record.revisions.get(identity).and_then(|revision| revision.import.as_ref());
         import.map_or_else(Vec::new, |import| import.views())
+    }
+
+    /// The session whose several writers have published a revision, as far as it is known.
+    #[must_use]
+    pub fn published_by(&self, identity: &RevisionIdentity) -> Option<&SessionId> {
+        self.record.revisions.get(identity)?.published_by.as_ref()
     }
 
     /// Whether every participant of a revision's open import has brought its part.

@@ -161,6 +161,9 @@ fn part(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command {
         group_id: identity.group_id(),
         position: LogPosition { seq: 1 + dice.below(9), index: 0 },
     });
+    let runs = state.import(&identity).map_or(&[][..], |session| &session.placement);
+    let runs = runs.iter().filter(|_| !dice.one_in(3)).map(|node| (node.clone(), "i1".to_owned()));
+    let incarnations = runs.collect();
     match dice.below(3) {
         0 => Command::JoinImport(JoinImport {
             identity,
@@ -169,8 +172,8 @@ fn part(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command {
             writer_id: WriterId::new(format!("w{}", dice.below(3))).unwrap(),
             placement_digest: Digest::of(if dice.one_in(9) { b"other".as_slice() } else { b"geometry" }),
         }),
-        1 => Command::RenewPart(PartWriter { identity, session_id, participant, instance, epoch }),
-        _ => Command::FinishPart(PartWriter { identity, session_id, participant, instance, epoch }),
+        1 => Command::RenewPart(PartWriter { identity, session_id, participant, instance, epoch, incarnations }),
+        _ => Command::FinishPart(PartWriter { identity, session_id, participant, instance, epoch, incarnations }),
     }
 }
 

@@ -54,22 +54,22 @@ pub enum Semantics {
 /// same. What a lease and an upsert say. The import is given up then, and the lease released: nothing of the target stays.
 pub async fn upsert(
     store: &WeightStore,
-    deltas: &[SparseDelta],
+    deltas: Arc<[SparseDelta]>,
     semantics: Semantics,
     replacing: &RevisionIdentity,
     expected_metadata_generation: Option<u64>,
     options: UpsertOptions,
     progress: Progress,
 ) -> Result<PutReport, BallastError> {
-    match apply(store, deltas, semantics, replacing, expected_metadata_generation, options, progress).await {
-        Err(error) => Err(stale_or(store, deltas, replacing, error).await),
+    match apply(store, &deltas, semantics, replacing, expected_metadata_generation, options, progress).await {
+        Err(error) => Err(stale_or(store, &deltas, replacing, error).await),
         applied => applied,
     }
 }
 
 async fn apply(
     store: &WeightStore,
-    deltas: &[SparseDelta],
+    deltas: &Arc<[SparseDelta]>,
     semantics: Semantics,
     replacing: &RevisionIdentity,
     expected_metadata_generation: Option<u64>,
@@ -91,7 +91,7 @@ async fn apply(
     let expected = expected_metadata_generation.filter(|_| begun.is_none());
     let before = store.weight_get_metadata(replacing).await?;
     let reading = Reading::open(store.gateway(), replacing, &GetOptions::default()).await?;
-    let planned = plan(&reading, &before, deltas, semantics, expected, &target);
+    let planned = plan(&reading, &before, deltas, semantics, expected, &target).await;
     let manifest = reading.manifest().sha256();
     // While room is made for the target the base is not held: it may be what gives way.
     let released = reading.release().await;
@@ -216,10 +216,10 @@ fn has_only_moved(before: &WeightRevisionMetadata, now: &WeightRevisionMetadata)
 }
 
 /// What is sent, and the metadata generation that the base has.
-fn plan(
+async fn plan(
     reading: &Reading,
     before: &RevisionView,
-    deltas: &[SparseDelta],
+    deltas: &Arc<[SparseDelta]>,
     semantics: Semantics,
     expected: Option<u64>,
     target: &RevisionIdentity,
@@ -237,11 +237,17 @@ fn plan(
         return Err(BallastError::new(ErrorCode::StaleGeneration, message)
             .with_details(json!({ "expected": expected, "current": current })));
     }
-    let manifest = reading.manifest();
-    let source = source(manifest, lower::lower(manifest, deltas, semantics)?);
-    let (planned, units) = source.clone().plan(target)?;
-    expect_same_places(manifest, &planned, &units)?;
-    Ok((source, current))
+    let (manifest, deltas, target) = (reading.manifest().clone(), deltas.clone(), target.clone());
+    // Sorting millions of elements takes its time, in which leases are to be renewed: not on a thread of the runtime.
+    let lowered = tokio::task::spawn_blocking(move || {
+        let source = source(&manifest, lower::lower(&manifest, &deltas, semantics)?);
+        let (planned, units) = source.clone().plan(&target)?;
+        expect_same_places(&manifest, &planned, &units)?;
+        Ok::<_, BallastError>(source)
+    });
+    let lowered =
+        lowered.await.map_err(|error| BallastError::invalid(format!("reading the deltas failed: {error}")))?;
+    Ok((lowered?, current))
 }
 
 /// Units are copied as they are and patched where their elements lie in the base: in the target they must lie there as well,

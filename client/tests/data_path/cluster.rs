@@ -18,7 +18,7 @@ use ballast_schemas::{
 };
 use ballast_transfer::{
     ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
-    Progress, TokenGate, TokenKey, host_id,
+    Progress, TOKEN_LEEWAY_MS, TokenGate, TokenKey, host_id,
 };
 use futures::StreamExt;
 use serde_json::{Value, json};
@@ -44,6 +44,7 @@ pub struct Desk {
     pub lapsed: bool,
     pub record: Option<WeightRevisionMetadata>,
     pub session: Option<SessionId>,
+    pub published_by: Option<SessionId>,
     /// Of the run that coordinates the session, where it has several writers.
     pub epoch: u64,
     /// Whether begins are answered without a node to go to.
@@ -60,6 +61,8 @@ pub struct Desk {
     pub part_endpoint: Option<NodeEndpoint>,
     /// Of sessions.
     pub ttl_ms: Option<u64>,
+    /// How long tokens for imports are good; without it, for ever.
+    pub tokens_ms: Option<u64>,
     pub claim: Option<ReplacementClaim>,
     /// The base of a replacement, beside the record.
     pub base: Option<WeightRevisionMetadata>,
@@ -80,6 +83,15 @@ impl Desk {
         match coordinator.map_or(0, |own| own.epoch) == self.epoch {
             true => Ok(()),
             false => Err(BallastError::new(ErrorCode::Conflict, "another run has taken the session over")),
+        }
+    }
+
+    /// As the gateway: with the session whose several writers have published it.
+    fn refused_as_it_is_there(&self, record: &WeightRevisionMetadata) -> BallastError {
+        let error = BallastError::new(ErrorCode::Conflict, format!("revision exists ({})", record.availability));
+        match &self.published_by {
+            None => error,
+            Some(session) => error.with_details(json!({ "published_by": session })),
         }
     }
 
@@ -148,6 +160,32 @@ impl Cluster {
         (node, endpoint, running)
     }
 
+    /// Ends another node's process, and starts it again.
+    pub async fn restart(
+        &self,
+        name: &str,
+        (node, running): (Arc<NodeStore>, tokio::task::JoinHandle<()>),
+    ) -> (Arc<NodeStore>, tokio::task::JoinHandle<()>) {
+        self.desk.lock().unwrap().others.retain(|other| other.node() != node.node());
+        drop(node);
+        running.abort();
+        running.await.unwrap_err();
+        let (memory, cold) = (self.memory_of(name), self.scratch.path().join(name));
+        let deadline = std::time::Instant::now() + PATIENCE;
+        let node = loop {
+            // What its connections were at holds the folders a moment longer.
+            match NodeStore::open(&node_options(name, &memory, &cold)) {
+                Ok(node) => break node,
+                Err(error) => assert!(std::time::Instant::now() < deadline, "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        let socket = self.memory.path().join(format!("{name}.sock"));
+        let (_, running) = serve(&node, &socket, DataPlaneOptions::default()).await;
+        self.desk.lock().unwrap().others.push(node.clone());
+        (node, running)
+    }
+
     /// The folder of another node's memory tier.
     pub fn memory_of(&self, name: &str) -> std::path::PathBuf {
         let folder = self.memory.path().join(name);
@@ -211,6 +249,10 @@ impl Cluster {
     }
 }
 
+pub fn now_unix_ms() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis() as u64
+}
+
 fn key() -> TokenKey {
     TokenKey::new(&[7; 32]).unwrap()
 }
@@ -236,12 +278,15 @@ async fn serve(
 
 fn open_node(name: &str, memory: &Path, cold: &Path) -> Arc<NodeStore> {
     std::fs::create_dir_all(cold).unwrap();
-    let options = NodeStoreOptions {
+    NodeStore::open(&node_options(name, memory, cold)).unwrap()
+}
+
+fn node_options(name: &str, memory: &Path, cold: &Path) -> NodeStoreOptions {
+    NodeStoreOptions {
         node: NodeId::new(name).unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
         cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
-    };
-    NodeStore::open(&options).unwrap()
+    }
 }
 
 struct Answering {
@@ -280,15 +325,23 @@ impl Answering {
             "renew_import" => {
                 let request: SessionRequest = read(&body);
                 desk.expect_coordinator(request.coordinator.as_ref())?;
-                written(&SessionReply { session: session(&desk, &request.identity, &request.session_id)? })
+                let session = session(&desk, &request.identity, &request.session_id)?;
+                let token = self.import_token(&desk, &session.instance, &request.session_id, None);
+                written(&SessionReply { session, token: Some(token) })
             }
             "join_import" => self.join(&mut desk, read(&body)),
             "renew_part" | "finish_part" => {
                 let request: PartRequest = read(&body);
                 let part = desk.parts.get_mut(&request.participant).unwrap();
                 assert_eq!(part.epoch, request.epoch);
-                part.done |= verb == "finish_part";
-                written(&PartReply { part: part.clone() })
+                if verb == "finish_part" {
+                    (part.done, part.incarnations) = (true, request.incarnations);
+                    return written(&PartReply { part: part.clone(), token: None });
+                }
+                let part = part.clone();
+                let own = TokenPart { participant: request.participant, epoch: part.epoch };
+                let token = self.import_token(&desk, &part.instance, &request.session_id, Some(own));
+                written(&PartReply { part, token: Some(token) })
             }
             "get_import" => {
                 let request: SessionRequest = read(&body);
@@ -309,7 +362,13 @@ impl Answering {
             "commit_import" => self.commit(&mut desk, read(&body)),
             "get_metadata" => {
                 let metadata = record_of(&desk, &read::<IdentityRequest>(&body).identity)?;
-                written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
+                written(&RevisionView {
+                    metadata,
+                    active_lease_count: 0,
+                    nearest_lease_expiry_ms: None,
+                    watermark: 0,
+                    import: None,
+                })
             }
             "upsert" => {
                 let request: UpsertRequest = read(&body);
@@ -381,13 +440,37 @@ impl Answering {
         self.key.sign(&claims)
     }
 
+    /// For as long as imports' tokens are good.
+    fn import_token(
+        &self,
+        desk: &Desk,
+        instance: &InstanceId,
+        session_id: &SessionId,
+        part: Option<TokenPart>,
+    ) -> String {
+        let claims = TokenClaims {
+            instance: instance.clone(),
+            right: TokenRight::Import,
+            subject: session_id.to_string(),
+            part,
+            holders: None,
+            // Nodes forgive a minute.
+            expires_unix_ms: desk.tokens_ms.map_or(u64::MAX, |ms| now_unix_ms() + ms - TOKEN_LEEWAY_MS),
+        };
+        self.key.sign(&claims)
+    }
+
     fn join(&self, desk: &mut Desk, request: JoinImportRequest) -> Result<Value, BallastError> {
+        if desk.session.is_none() {
+            return Err(desk.refused_as_it_is_there(&record(desk)?));
+        }
         let session = session(desk, &request.identity, &request.session_id)?;
         let part = desk.parts.get_mut(&request.participant).unwrap();
-        *part = ImportPart { epoch: part.epoch + 1, heard_at: LOG_CLOCK, ..part.clone() };
+        let (epoch, incarnations) = (part.epoch + 1, BTreeMap::new());
+        *part = ImportPart { epoch, heard_at: LOG_CLOCK, done: false, incarnations, ..part.clone() };
         let part = part.clone();
         let own = TokenPart { participant: request.participant, epoch: part.epoch };
-        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own), None);
+        let token = self.import_token(desk, &part.instance, &request.session_id, Some(own));
         let endpoint = desk.part_endpoint.clone().unwrap_or_else(|| self.endpoint.clone());
         written(&JoinImportReply { session, part, endpoints: vec![endpoint], token })
     }
@@ -398,8 +481,7 @@ impl Answering {
             return self.begun(desk, &request);
         }
         if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
-            let message = format!("revision exists ({})", record.availability);
-            return Err(BallastError::new(ErrorCode::Conflict, message));
+            return Err(desk.refused_as_it_is_there(record));
         }
         desk.positions += 1;
         let group_id = request.identity.group_id();
@@ -429,6 +511,7 @@ impl Answering {
             epoch: 0,
             heard_at: LOG_CLOCK,
             done: false,
+            incarnations: BTreeMap::new(),
         };
         desk.parts = request.participants.iter().map(|name| (name.clone(), declared(name))).collect();
         self.begun(desk, &request)
@@ -436,7 +519,7 @@ impl Answering {
 
     fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
         let session = session(desk, &request.identity, &request.session_id)?;
-        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None, None);
+        let token = self.import_token(desk, &session.instance, &request.session_id, None);
         let endpoints = if desk.without_nodes { vec![] } else { or_else(&desk.placement, &self.endpoint) };
         written(&BeginImportReply { session, endpoints, token })
     }
@@ -453,7 +536,7 @@ impl Answering {
         assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
         record.manifest = Some(receipt.manifest);
         record.availability = Availability::Ready;
-        desk.session = None;
+        desk.published_by = desk.session.take().filter(|_| desk.epoch > 0);
         desk.record = Some(record.clone());
         written(&RevisionReply { revision: record })
     }

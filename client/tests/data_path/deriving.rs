@@ -53,7 +53,8 @@ async fn apply(
     request_id: Option<&str>,
 ) -> Result<PutReport, BallastError> {
     let options = UpsertOptions { request_id: request_id.map(Into::into), ..UpsertOptions::default() };
-    delta::upsert(store, &[changed()], Semantics::Overwrite, &identity(1), expected, options, Progress::none()).await
+    delta::upsert(store, [changed()].into(), Semantics::Overwrite, &identity(1), expected, options, Progress::none())
+        .await
 }
 
 fn expect_target(cluster: &Cluster, node: &NodeStore) {
@@ -99,17 +100,24 @@ async fn a_delta_goes_to_several_nodes_and_takes_another_copy_where_one_is_wrong
 #[tokio::test]
 async fn a_delta_whose_base_nobody_has_right_fails_and_an_upsert_sends_what_it_can_not_copy() {
     let cluster = Cluster::start().await;
-    let (_, second, _) = cluster.another_node("node-2").await;
+    let (holder, second, _) = cluster.another_node("node-2").await;
     let store = cluster.store(Route::Tcp).await;
     base_on(&cluster, &store, &[second]).await;
     spoil(&cluster, "node-2");
-    let error = apply(&store, None, None).await.unwrap_err();
-    assert!(error.code == ErrorCode::Unavailable && error.message.contains("has it wrong"), "{error}");
-    let generation = cluster.desk.lock().unwrap().base.as_ref().unwrap().metadata_generation;
+    let (generation, instance) = {
+        let desk = cluster.desk.lock().unwrap();
+        let base = desk.base.as_ref().unwrap();
+        (base.metadata_generation, base.instance.clone())
+    };
     let (options, progress) = (UpsertOptions::default(), Progress::none());
     let writer = store.weight_upsert(tensors(2), &identity(1), 2, generation, options, progress).await.unwrap();
     let report = writer.commit().await.unwrap();
     assert_eq!(report.reused_bytes, BYTES as u64, "the one that is right");
+    let hot = holder.describe(&instance).unwrap().hot;
+    assert!(hot.get(0) && !hot.get(1), "the holder was told, has looked, and has given up the one that is wrong");
+    cluster.desk.lock().unwrap().record = None;
+    let error = apply(&store, None, None).await.unwrap_err();
+    assert!(error.code == ErrorCode::Unavailable && error.message.contains("has lost some of it"), "{error}");
 }
 
 #[tokio::test]

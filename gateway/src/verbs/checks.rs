@@ -2,12 +2,15 @@
 
 use std::collections::BTreeSet;
 
+use ballast_schemas::frame::HOLDERS_MAX;
 use ballast_schemas::{
     BallastError, BeginImportRequest, IMPORT_PARTICIPANT_NAMES_BYTES_MAX, IMPORT_PARTICIPANTS_MAX, IMPORT_TTL_MS_MAX,
-    LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LIST_LIMIT_MAX, ListRequest, MigrateRequest, ParticipantId, Residency,
-    TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
+    LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LIST_LIMIT_MAX, ListRequest, MigrateRequest, PartRequest, ParticipantId,
+    Residency, TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
 };
 
+/// The run of a node's process is named by a UUID.
+const INCARNATION_BYTES_MAX: usize = 64;
 /// A page token is made of an identity, which is longer than other texts.
 const PAGE_TOKEN_BYTES_MAX: usize = 16 * 1024;
 
@@ -39,6 +42,11 @@ fn text(field: &str, text: &str, bytes_max: usize) -> Result<(), BallastError> {
         }
         None => Ok(()),
     }
+}
+
+pub(super) fn part(request: &PartRequest) -> Result<(), BallastError> {
+    within("the number of incarnations", request.incarnations.len() as u64, 0, HOLDERS_MAX as u64)?;
+    request.incarnations.values().try_for_each(|run| text("an incarnation", run, INCARNATION_BYTES_MAX))
 }
 
 pub(super) fn lease_ttl(ttl_ms: u64) -> Result<(), BallastError> {

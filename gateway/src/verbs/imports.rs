@@ -13,7 +13,7 @@ use ballast_workflows::State;
 use futures::future::try_join_all;
 use serde_json::json;
 
-use super::{answer_with, checks, unexpected};
+use super::{answer_with, checks, participants, unexpected};
 use crate::context::Context;
 use crate::placement::{NoPlace, place, takes};
 use crate::request::{Answer, Call};
@@ -33,6 +33,7 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
     let free = |state: &State| state.expect_no_other_import(&request.body.identity, &request.body.session_id);
     context.decide(&request.options, free).await?;
     let placement = placement_of(context, &request.body).await?;
+    let revision = request.body.identity.clone();
     let BeginImportRequest {
         identity,
         session_id,
@@ -52,7 +53,8 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
         Some(writer_id) => Command::BeginSharedImport(BeginSharedImport { import, participants, writer_id }),
     };
     // The session id makes it safe to repeat; the placement may differ then, so the caller's request id would only be in the way.
-    let (position, reply) = context.submit_afresh(&request.options, command).await?;
+    let begun = context.submit_afresh(&request.options, command).await;
+    let (position, reply) = begun.map_err(|error| participants::published_by(context, &revision, error))?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     let endpoints = endpoints_of(context, &session).await?;
     let token = context.tokens.issue_import(&session);
@@ -188,7 +190,8 @@ pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, Ball
     let command = Command::RenewImport(RenewImport { identity, session_id, coordinator });
     let (position, reply) = context.submit_afresh(&request.options, command).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
-    Answer::new(position.seq, &SessionReply { session: *session })
+    let token = context.tokens.issue_import(&session);
+    Answer::new(position.seq, &SessionReply { session: *session, token: Some(token) })
 }
 
 pub(super) async fn abort(context: &Context, call: &Call) -> Result<Answer, BallastError> {
@@ -215,7 +218,9 @@ pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, Bal
         check_receipt(&receipt, node, &session, manifest_sha256)?;
         Ok::<Receipt, BallastError>(receipt)
     });
-    let receipts = try_join_all(asked).await?;
+    // Whose bytes went with a node's process says more than that the node has not sealed them.
+    let kept = |error| participants::expect_kept(context, &identity).err().unwrap_or(error);
+    let receipts = try_join_all(asked).await.map_err(kept)?;
     let manifest = agreed(&receipts)?;
     let command = CommitImport { identity, session_id, manifest, receipts, coordinator };
     // The receipts may differ between repeats (a node restarted), so the caller's request id would only be in the way.

@@ -352,13 +352,37 @@ async fn participants_join_finish_and_are_named_while_they_are_missing() {
     let done: Vec<&Value> = found["participants"].as_array().unwrap().iter().map(|part| &part["done"]).collect();
     assert_eq!(done, [&json!(true), &json!(false)]);
     fixture.call("join_import", join("rank1", "w1")).await.unwrap();
-    fixture.call("renew_part", part("rank1", 1)).await.unwrap();
+    // Whoever is at work gets a newer token; a run that was replaced got none.
+    let renewed = fixture.call("renew_part", part("rank1", 1)).await.unwrap();
+    assert!(renewed["token"].as_str().is_some_and(|token| token.starts_with("b1.")), "{renewed}");
+    let renewal = json!({"identity": identity, "session_id": "s1", "coordinator": coordinator});
+    assert!(fixture.call("renew_import", renewal).await.unwrap()["token"].is_string());
+    // Everybody sees who is missing.
+    let shown = fixture.call("get_metadata", json!({"identity": identity})).await.unwrap()["import"].clone();
+    let states: Vec<&Value> = shown["participants"].as_array().unwrap().iter().map(|part| &part["state"]).collect();
+    assert_eq!((&shown["session_id"], states), (&json!("s1"), vec![&json!("DONE"), &json!("WRITING")]));
+    // A part that went with a node's process is named with the node.
+    for wrong in [json!([]), json!({"a b": "i"}), json!({"node-1": 7}), json!({"node-1": "x".repeat(65)})] {
+        let mut other = part("rank1", 1);
+        other["incarnations"] = wrong;
+        fixture.refuse("finish_part", other, ErrorCode::InvalidArgument).await;
+    }
+    let mut finished = part("rank1", 1);
+    finished["incarnations"] = json!({"node-1": "an-earlier-run"});
+    assert!(fixture.call("finish_part", finished).await.unwrap()["token"].is_null());
+    let error = fixture.refuse("commit_import", commit(&"0".repeat(64)), ErrorCode::NotReady).await;
+    assert_eq!(error.details, json!({"participants": ["rank1"], "restarted_nodes": ["node-1"]}), "{error}");
     fixture.call("finish_part", part("rank1", 1)).await.unwrap();
     let instance = serde_json::from_value(begun["session"]["instance"].clone()).unwrap();
     let sha256 = node.seal(&identity, &instance, "s1").to_string();
     let committed = fixture.call("commit_import", commit(&sha256)).await.unwrap();
     assert_eq!(committed["revision"]["availability"], "READY");
-    fixture.refuse("join_import", join("rank1", "w9"), ErrorCode::Conflict).await;
+    // A repeat of the job is told whose it is; who comes from elsewhere hears the same.
+    let late = fixture.refuse("join_import", join("rank1", "w9"), ErrorCode::Conflict).await;
+    let mut repeated = shared.clone();
+    repeated["writer_id"] = json!("run2");
+    let again = fixture.refuse("begin_import", repeated, ErrorCode::Conflict).await;
+    assert_eq!((&late.details["published_by"], &again.details["published_by"]), (&json!("s1"), &json!("s1")));
     fixture.refuse("get_import", json!({"identity": identity, "session_id": "s1"}), ErrorCode::Conflict).await;
 }
 

@@ -262,7 +262,7 @@ impl World {
         });
         let deltas = SparseDelta::read_all(&described.collect::<Vec<_>>())?;
         let options = UpsertOptions::default();
-        delta::upsert(&self.store, &deltas, Semantics::Overwrite, &base, None, options, Progress::none()).await?;
+        delta::upsert(&self.store, deltas.into(), Semantics::Overwrite, &base, None, options, Progress::none()).await?;
         let taken = started.elapsed();
         self.retired(&base).await?;
         Ok(taken)

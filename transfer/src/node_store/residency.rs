@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_schemas::frame::Tier;
+use ballast_schemas::frame::{ReadRange, Tier};
 use ballast_schemas::{InstanceId, LogPosition, NodeCheck, NodeInventory, TierCheck, UnitEffect};
 
 use super::instance::{Instance, Sealed};
 use super::{NodeStore, lock};
+use crate::checksum::RunningChecksum;
 use crate::cold_files::ColdSegments;
 use crate::cold_tier::{ColdFailure, ColdTier, Progress, Watch};
 use crate::error::{Mismatch, StoreError};
@@ -21,6 +22,8 @@ use crate::segment::{lock_out_readers, punch};
 const ASK_AGAIN: Duration = Duration::from_millis(20);
 /// Bytes of one round of a verification, on each tier.
 const VERIFY_ROUND_BYTES: u64 = 256 << 20;
+/// Bytes read at a time of one copy that is looked at.
+const CHECK_BYTES: u64 = 1 << 20;
 
 impl NodeStore {
     /// Obeys nothing older than `fence` from now on. Does not wait for an effect that is being carried out: that one
@@ -299,21 +302,56 @@ impl NodeStore {
     /// A whole unit read from memory by the data plane did not match. It is looked at again, and no longer handed out if it
     /// is wrong.
     pub(crate) fn report_bad_hot(&self, id: &InstanceId, mismatch: Mismatch) -> StoreError {
+        self.give_up_bad_hot(id, mismatch.unit);
+        StoreError::Checksum { instance: id.clone(), place: "memory", units: vec![mismatch] }
+    }
+
+    fn give_up_bad_hot(&self, id: &InstanceId, unit: u32) {
         let lost = self.served(id).and_then(|instance| {
             let _queue = lock(&instance.queue);
             let sealed = instance.sealed()?;
-            if !lock(&instance.state).units.hot().get(mismatch.unit) {
+            if !lock(&instance.state).units.hot().get(unit) {
                 return Ok(());
             }
-            match instance.check_memory(&[mismatch.unit], &|unit| sealed.checksum(unit))? {
+            match instance.check_memory(&[unit], &|unit| sealed.checksum(unit))? {
                 wrong if wrong.is_empty() => Ok(()),
                 wrong => instance.lose_hot(&wrong),
             }
         });
         if let Err(error) = lost {
-            tracing::error!(%error, instance = %id, unit = mismatch.unit, "can not give up a wrong copy in memory");
+            tracing::error!(%error, instance = %id, unit, "can not give up a wrong copy in memory");
         }
-        StoreError::Checksum { instance: id.clone(), place: "memory", units: vec![mismatch] }
+    }
+
+    /// Somebody has read a unit here and found its bytes wrong. Nobody's word is taken: every copy is looked at, and those that are
+    /// wrong no longer count.
+    ///
+    /// # Errors
+    /// When nothing of the instance is here, or it has no such unit.
+    pub fn check_copies(&self, id: &InstanceId, unit: u32) -> Result<(), StoreError> {
+        let reader = self.reader(id)?;
+        let bytes = reader.affinity().units.get(unit as usize).map(|unit| unit.extent_bytes);
+        let bytes = bytes.ok_or_else(|| StoreError::Invalid(format!("unit {unit} is not in {id}")))?;
+        self.give_up_bad_hot(id, unit);
+        if !reader.describe().cold.get(unit) {
+            return Ok(());
+        }
+        let mut sum = RunningChecksum::default();
+        for offset in (0..bytes).step_by(CHECK_BYTES as usize) {
+            let range = ReadRange { unit, offset, bytes: CHECK_BYTES.min(bytes - offset) };
+            match reader.cold(&[range]) {
+                Ok(pieces) => pieces.iter().for_each(|piece| sum.update(piece.bytes())),
+                Err(error) => {
+                    tracing::warn!(%error, instance = %id, unit, "a copy on disk that was to be looked at can not be read");
+                    self.report_unreadable_cold(id, unit);
+                    return Ok(());
+                }
+            }
+        }
+        if let Some(mismatch) = reader.compare(unit, sum.value()) {
+            drop(self.report_bad_cold(id, mismatch));
+        }
+        Ok(())
     }
 
     fn target(&self, effect: &UnitEffect) -> Result<(Arc<Instance>, Vec<u32>), StoreError> {

@@ -11,6 +11,9 @@ const NAME: &str = "participants";
 
 pub(super) fn check(state: &State) -> Result<(), Violation> {
     for (identity, revision) in &state.record.revisions {
+        if let (Some(session), None) = (&revision.published_by, &revision.published) {
+            return Err(Violation::new(NAME, format!("{identity} is published by {session} and is not published")));
+        }
         let Some(import) = &revision.import else { continue };
         let wrong = coordinator(import)
             .or_else(|| import.parts.iter().find_map(|(participant, own)| part(state, import, participant, own)));
@@ -36,7 +39,7 @@ fn coordinator(import: &Import) -> Option<String> {
 }
 
 fn part(state: &State, import: &Import, participant: &ParticipantId, own: &Part) -> Option<String> {
-    let Part { epoch, writer_id, heard_at, done } = own;
+    let Part { epoch, writer_id, heard_at, done, incarnations } = own;
     if (*epoch == 0) != writer_id.is_none() {
         return Some(format!("{participant} is at epoch {epoch} with run {writer_id:?}"));
     }
@@ -44,6 +47,9 @@ fn part(state: &State, import: &Import, participant: &ParticipantId, own: &Part)
         return Some(format!("{participant} is done and has not joined"));
     }
     let session = &import.session;
+    if let Some(node) = incarnations.keys().find(|node| !*done || !session.placement.contains(node)) {
+        return Some(format!("{participant} has its bytes on {node}, which can not be"));
+    }
     if *heard_at > state.log_clock() || heard_at.plus_ms(session.ttl_ms) > session.expires_at {
         return Some(format!(
             "{participant} was heard of at {} ms, now is {} ms, and the session ends at {} ms",

@@ -1,6 +1,8 @@
+use std::collections::BTreeMap;
+
 use ballast_schemas::{
     AbortImport, Availability, BeginSharedImport, Command, CommitImport, Digest, ErrorCode, ImportPart, ImportSession,
-    JoinImport, LogTime, PartWriter, ParticipantId, Rejection, RenewImport, Reply, WriterId,
+    JoinImport, LogTime, NodeId, PartState, PartWriter, ParticipantId, Rejection, RenewImport, Reply, WriterId,
 };
 
 use crate::State;
@@ -57,7 +59,14 @@ fn join(session: &ImportSession, n: u32, writer: &str) -> JoinImport {
 
 fn writer(session: &ImportSession, n: u32, epoch: u64) -> PartWriter {
     let (identity, session_id) = (session.identity.clone(), session.session_id.clone());
-    PartWriter { identity, session_id, participant: rank(n), instance: session.instance.clone(), epoch }
+    let (instance, incarnations) = (session.instance.clone(), BTreeMap::new());
+    PartWriter { identity, session_id, participant: rank(n), instance, epoch, incarnations }
+}
+
+/// Finishes with its bytes at these runs of nodes.
+fn finish_at(session: &ImportSession, n: u32, epoch: u64, runs: &[(&str, &str)]) -> Command {
+    let incarnations = runs.iter().map(|(node, run)| (NodeId::new(*node).unwrap(), (*run).to_owned())).collect();
+    Command::FinishPart(PartWriter { incarnations, ..writer(session, n, epoch) })
 }
 
 fn part(log: &mut Log, command: Command) -> ImportPart {
@@ -182,7 +191,11 @@ fn a_restored_state_with_participants_that_no_command_makes_is_refused() {
     fn rank0(import: &mut Import) -> &mut Part {
         import.parts.get_mut(&rank(0)).unwrap()
     }
-    let spoils: [(&str, Spoil); 8] = [
+    let spoils: [(&str, Spoil); 9] = [
+        ("rank0 has its bytes on elsewhere", |import| {
+            rank0(import).done = true;
+            rank0(import).incarnations.insert(NodeId::new("elsewhere").unwrap(), "run".to_owned());
+        }),
         ("rank0 is at epoch 0", |import| rank0(import).epoch = 0),
         ("rank0 is at epoch 1", |import| rank0(import).writer_id = None),
         ("rank1 is done", |import| import.parts.get_mut(&rank(1)).unwrap().done = true),
@@ -300,6 +313,61 @@ fn a_repeated_begin_has_to_name_the_same_participants() {
 }
 
 #[test]
+fn where_a_part_was_left_is_known_until_another_run_joins_and_no_outcome_says_it() {
+    let mut log = Log::new();
+    let session = open(&mut log, 1, 1);
+    joined(&mut log, &session, 0, "a");
+    let placed = session.placement[0].as_str().to_owned();
+    let runs = [(placed.as_str(), "run-1"), ("nobodys", "run-7")];
+    let told = part(&mut log, finish_at(&session, 0, 1, &runs));
+    assert!(told.done && told.incarnations.is_empty(), "an outcome is what it was before");
+    let known = &log.state.import_parts(&session.identity)[0].incarnations;
+    assert_eq!(known.iter().collect::<Vec<_>>(), [(&session.placement[0], &"run-1".to_owned())], "of its nodes alone");
+    assert_eq!(log.state.check_restored(), Ok(()));
+    let packed = rmp_serde::to_vec_named(&writer(&session, 0, 1)).unwrap();
+    assert!(!packed.windows(4).any(|word| word == b"inca"), "who says nothing writes what was always written");
+    joined(&mut log, &session, 0, "b");
+    assert!(log.state.import_parts(&session.identity)[0].incarnations.is_empty());
+}
+
+#[test]
+fn everybody_may_see_who_is_missing_and_nobody_the_session_of_a_single_writer() {
+    let mut log = Log::new();
+    let session = open(&mut log, 1, 3);
+    joined(&mut log, &session, 1, "a");
+    joined(&mut log, &session, 2, "a");
+    part(&mut log, Command::FinishPart(writer(&session, 2, 1)));
+    log.pass(4_000);
+    let shown = log.state.view(&session.identity).unwrap().import.unwrap();
+    assert_eq!((shown.session_id, shown.epoch), (session.session_id.clone(), 1));
+    assert_eq!(shown.ends_in_ms, session.ttl_ms - 4_000);
+    let parts: Vec<_> = shown.participants.iter().map(|part| (part.state, part.epoch, part.silent_ms)).collect();
+    assert_eq!(parts, [(PartState::Declared, 0, 4_000), (PartState::Writing, 1, 4_000), (PartState::Done, 1, 4_000)]);
+    log.import(begin(2, hot()));
+    assert_eq!(log.state.view(&identity(2)).unwrap().import, None);
+}
+
+#[test]
+fn which_session_published_is_known_where_it_had_several_writers() {
+    let mut log = Log::new();
+    let session = open(&mut log, 1, 1);
+    joined(&mut log, &session, 0, "a");
+    part(&mut log, Command::FinishPart(writer(&session, 0, 1)));
+    assert_eq!(log.state.published_by(&session.identity), None);
+    log.send(Command::CommitImport(commit_of(&session))).unwrap();
+    assert_eq!(log.state.published_by(&session.identity), Some(&session.session_id));
+    // What is refused is refused as it always was: every build digests it alike.
+    let refused = log.refused(Command::JoinImport(join(&session, 0, "again")));
+    assert_eq!((refused.code, refused.details.is_null()), (ErrorCode::Conflict, true));
+    log.put(2, hot());
+    assert_eq!(log.state.published_by(&identity(2)), None);
+    let mut state = log.state.clone();
+    state.record.revisions.get_mut(&session.identity).unwrap().published = None;
+    assert!(state.check_restored().is_err());
+    assert_eq!(log.state.check_restored(), Ok(()));
+}
+
+#[test]
 fn a_snapshot_keeps_the_participants_and_one_without_them_reads_as_before() {
     let mut log = Log::new();
     let session = open(&mut log, 1, 2);
@@ -310,7 +378,7 @@ fn a_snapshot_keeps_the_participants_and_one_without_them_reads_as_before() {
     log.import(begin(1, hot()));
     let snapshot = rmp_serde::to_vec_named(&log.state).unwrap();
     let is_named = |name: &[u8]| snapshot.windows(name.len()).any(|word| word == name);
-    for name in ["parts", "coordinators", "writer_id"] {
+    for name in ["parts", "coordinators", "writer_id", "published_by"] {
         assert!(!is_named(name.as_bytes()), "an import of one writer is written as it always was, without {name}");
     }
     assert_eq!(rmp_serde::from_slice::<State>(&snapshot).unwrap(), log.state);

@@ -2,6 +2,7 @@
 //! asleep and come back after another run has taken their place, or disagree about what several of them hold. The coordinator
 //! is one of those that come again: on another machine, while the run before it is dead, asleep, or only slow.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use ballast_schemas::frame::Offers;
@@ -156,6 +157,7 @@ impl Client {
             participant: part.participant,
             instance: part.instance,
             epoch: part.epoch,
+            incarnations: BTreeMap::new(),
         };
         match either(self.bring(job, session, rank, &own), self.keep_part(session, &own)).await {
             Either::First(brought) => brought,
