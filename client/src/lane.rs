@@ -76,7 +76,7 @@ impl Lane {
         }
         let message = format!(
             "node {node} was restarted since the import began, and what it had of it was in its memory alone until the commit; \
-             put everything again, under a new session"
+             put everything again: a part by another run that joins, a whole model under a new session"
         );
         BallastError::new(ErrorCode::Unavailable, message).with_details(json!({ "restarted_nodes": [node] }))
     }

@@ -359,7 +359,7 @@ async fn parts_that_went_with_a_node_are_named_with_it_and_brought_again() {
         process = cluster.restart("node-2", process).await;
         let cut = writing.put_tensor("large", &bytes_of("large")).await.unwrap_err();
         assert_eq!((cut.code, &cut.details["restarted_nodes"]), (ErrorCode::Unavailable, &json!(["node-2"])), "{cut}");
-        assert!(cut.message.contains("node node-2 was restarted while the import was being written"), "{cut}");
+        assert!(cut.message.contains("node node-2 was restarted since the import began"), "{cut}");
         let mut again = join(&store, 1).await;
         put_all(&mut again, &["b", "large"]).await;
         again.finish().await.unwrap();
