@@ -115,7 +115,12 @@ impl Context {
         let submitted = self.replica.submit_as(id, options.not_after, command).await;
         self.metrics.command_took(started.elapsed());
         let (position, outcome) = submitted.map_err(submit_error)?;
-        Ok((position, outcome.map_err(BallastError::from)?))
+        let outcome = outcome.map_err(|rejection| match (BallastError::from(rejection), options.not_after) {
+            // The fold refuses so what comes too late, by the command's own word.
+            (error, Some(_)) if error.code == ErrorCode::Unavailable => for_field(error, "options.not_after"),
+            (error, _) => error,
+        });
+        Ok((position, outcome?))
     }
 }
 
@@ -150,7 +155,18 @@ fn submit_error(error: SubmitError) -> BallastError {
     error
 }
 
+/// An error that lies in what the caller gave, and not in what can be reached: the same request hears it again.
+fn for_field(mut error: BallastError, field: &str) -> BallastError {
+    error.message = format!("{field}: {}", error.message);
+    if !error.details.is_object() {
+        error.details = serde_json::json!({});
+    }
+    error.details["field"] = field.into();
+    error
+}
+
 fn wait_error(error: WaitError) -> BallastError {
+    let is_callers = matches!(error, WaitError::TimedOut { .. });
     let message = match error {
         WaitError::TimedOut { wanted, at, waited_ms } => {
             format!(
@@ -159,7 +175,8 @@ fn wait_error(error: WaitError) -> BallastError {
         }
         WaitError::Stopped(_) => error.to_string(),
     };
-    BallastError::new(ErrorCode::Unavailable, message)
+    let error = BallastError::new(ErrorCode::Unavailable, message);
+    if is_callers { for_field(error, "options.min_log_seq") } else { error }
 }
 
 #[cfg(test)]

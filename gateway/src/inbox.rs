@@ -63,8 +63,11 @@ async fn open(jetstream: &JetStream) -> Result<pull::Stream, String> {
 }
 
 async fn handle(jetstream: &JetStream, context: &Context, message: Message, deadline: Duration) {
-    let (seq, age) = match message.info() {
-        Ok(info) => (info.stream_sequence, SystemTime::now().duration_since(info.published.into()).unwrap_or_default()),
+    let (seq, age, is_first) = match message.info() {
+        Ok(info) => {
+            let age = SystemTime::now().duration_since(info.published.into()).unwrap_or_default();
+            (info.stream_sequence, age, info.delivered <= 1)
+        }
         Err(error) => {
             tracing::error!(%error, "a message of the inbox without a position");
             return;
@@ -73,10 +76,12 @@ async fn handle(jetstream: &JetStream, context: &Context, message: Message, dead
     let own_request_id = format!("{INBOX_STREAM}-{seq}");
     let outcome = perform(context, &message, own_request_id, deadline).await;
     if let Err(error) = &outcome.answered
-        && error.code == ErrorCode::Unavailable
+        && may_pass(error)
         && age < PATIENCE
     {
-        tracing::debug!(%error, "a submitted command has to wait");
+        if is_first {
+            tracing::warn!(seq, %error, "a submitted command has to wait, and those behind it");
+        }
         settle(&message, AckKind::Nak(Some(RETRY_EVERY))).await;
         return;
     }
@@ -88,6 +93,12 @@ async fn handle(jetstream: &JetStream, context: &Context, message: Message, dead
             settle(&message, AckKind::Nak(Some(RETRY_EVERY))).await;
         }
     }
+}
+
+/// Whether the same command may be carried out later: something can not be reached, and it is not what the command itself asks
+/// for (a time that is over, a sequence that never came) that can not be had.
+fn may_pass(error: &BallastError) -> bool {
+    error.code == ErrorCode::Unavailable && !error.details["field"].is_string()
 }
 
 async fn settle(message: &Message, kind: AckKind) {

@@ -4,14 +4,14 @@
 //! the same one. Not here: what the verbs do (`verbs/`). See ARCHITECTURE.md, The rooms.
 
 use ballast_schemas::subject::{self, token};
-use ballast_schemas::{
-    BallastError, ErrorCode, REQUEST_BYTES_MAX, Request, RevisionIdentity, TEXT_BYTES_MAX, TenantId, VERBS,
-};
+use ballast_schemas::{BallastError, ErrorCode, REQUEST_BYTES_MAX, Request, RevisionIdentity, TenantId, VERBS};
 use bytes::Bytes;
 use percent_encoding::percent_decode_str;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+
+use crate::verbs::checks;
 
 /// Fields of a request body that hold an identity.
 const IDENTITY_FIELDS: [&str; 3] = ["identity", "base", "target"];
@@ -100,14 +100,8 @@ impl Call {
         if options.request_id.is_none() {
             options.request_id.clone_from(&self.own_request_id);
         }
-        match options.request_id.as_deref() {
-            Some("") => Err(BallastError::invalid("options.request_id is empty; leave it out or give 1 to 1024 bytes")),
-            Some(id) if id.len() > TEXT_BYTES_MAX => Err(BallastError::invalid(format!(
-                "options.request_id has {} bytes; at most {TEXT_BYTES_MAX} are allowed",
-                id.len()
-            ))),
-            _ => Ok(request),
-        }
+        checks::request_id(options.request_id.as_deref())?;
+        Ok(request)
     }
 
     /// An identity that leaves its tenant out means the subject's, not `default`. `None`: the body is right as it is.
@@ -265,7 +259,7 @@ mod tests {
             call("ballast.v1.default.list", &body).unwrap().read::<ListRequest>()
         };
         assert_eq!(read("r1").unwrap().options.request_id.as_deref(), Some("r1"));
-        for wrong in ["", &"x".repeat(1025)] {
+        for wrong in ["", "a\0b", "a\nb", &"x".repeat(1025)] {
             assert!(read(wrong).unwrap_err().message.contains("request_id"));
         }
         let mut own = call("ballast.v1.default.list", "").unwrap();

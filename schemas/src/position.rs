@@ -11,6 +11,7 @@ use crate::text::serde_as_text;
 
 /// Where a command stands in the log: the stream sequence of its envelope and its index inside it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 pub struct LogPosition {
     /// Stream sequence of the envelope, from 1; 0 is before everything.
     pub seq: u64,
@@ -49,6 +50,7 @@ impl FromStr for LogPosition {
 /// A name for the bytes of one import and no others: the group and the log position of its `BeginImport`.
 /// The bytes of a deleted revision can never be taken for its re-import.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a map of fields (a JSON object)")]
 pub struct InstanceId {
     /// The managed group, derived from the revision identity.
     pub group_id: GroupId,

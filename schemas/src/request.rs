@@ -90,14 +90,15 @@ impl<B: DeserializeOwned> Request<B> {
             return Err(wrong_at(WHAT, "", &"it is no map of fields (a JSON object)"));
         };
         let options = match fields.remove("options") {
-            Some(options) => from_value("options", options)?,
+            Some(options) => {
+                refuse_lists("options", &options)?;
+                from_value("options", options)?
+            }
             None => RequestOptions::default(),
         };
         // The one list that a verb takes: of names, which no reader takes a list for.
-        let others = fields.iter().filter(|(name, _)| *name != "participants");
-        if let Some(path) = others.filter_map(|(name, value)| path_to_list(name, value)).next() {
-            return Err(wrong_at(WHAT, &path, &"it holds a list, which this field never is"));
-        }
+        let mut others = fields.iter().filter(|(name, _)| *name != "participants");
+        others.try_for_each(|(name, value)| refuse_lists(name, value))?;
         Ok(Self { body: from_value("", Value::Object(fields))?, options })
     }
 }
@@ -210,6 +211,11 @@ impl<'de> serde::de::Visitor<'de> for OnceVisitor {
 }
 
 /// Derived readers take a list for an object, field by position: `"policy": []` would be the default policy.
+fn refuse_lists(name: &str, value: &Value) -> Result<(), BallastError> {
+    path_to_list(name, value)
+        .map_or(Ok(()), |path| Err(wrong_at(WHAT, &path, &"it holds a list, which this field never is")))
+}
+
 fn path_to_list(path: &str, value: &Value) -> Option<String> {
     match value {
         Value::Array(_) => Some(path.to_owned()),
@@ -223,7 +229,7 @@ fn path_to_list(path: &str, value: &Value) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::{MigrateRequest, OperationRequest, UpdatePolicyRequest};
+    use crate::api::{MigrateRequest, OperationRequest, SessionRequest, UpdatePolicyRequest};
 
     /// A body of `migrate` with some JSON in place of a field.
     fn migrate(field: &str, json: &str) -> BallastError {
@@ -274,6 +280,38 @@ mod tests {
             let error = migrate("options", &format!("{{\"consistency\":{wrong}}}"));
             assert!(error.message.contains(r#"at `options.consistency`"#), "{wrong}: {error}");
             assert!(error.message.contains(r#""local", "linearizable""#), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_list_is_no_object_anywhere() {
+        for wrong in ["[]", r#"["x"]"#, "[null,5]", r#"{"request_id":["x"]}"#, r#"{"min_log_seq":[]}"#] {
+            let error = migrate("options", wrong);
+            assert!(error.message.contains("at `options") && error.message.contains("a list"), "{wrong}: {error}");
+        }
+        let wrong = [("coordinator", r#"{"instance":[],"epoch":1}"#), ("options", "[]")];
+        for (field, json) in wrong {
+            let body = format!(r#"{{"identity":{{}},"session_id":"s","{field}":{json}}}"#);
+            let error = Request::<SessionRequest>::from_json(body.as_bytes()).unwrap_err();
+            assert!(error.message.contains(&format!("at `{field}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_field_is_refused_however_deep_it_stands() {
+        let identity = r#"{"namespace":"n","resource_id":"r","revision":"v","weight_generation":1}"#;
+        let read = |instance: &str| {
+            let body = format!(
+                r#"{{"identity":{identity},"session_id":"s","coordinator":{{"instance":{instance},"epoch":1}}}}"#
+            );
+            Request::<SessionRequest>::from_json(body.as_bytes())
+        };
+        let group = format!("weight:{}", "0".repeat(64));
+        let good = format!(r#"{{"group_id":"{group}","position":{{"seq":1,"index":0}}}}"#);
+        read(&good).unwrap();
+        for wrong in [good.replacen('{', r#"{"zzz":1,"#, 1), good.replace(r#"{"seq""#, r#"{"zzz":1,"seq""#)] {
+            let error = read(&wrong).unwrap_err();
+            assert!(error.message.contains("unknown field `zzz`"), "{wrong}: {error}");
         }
     }
 

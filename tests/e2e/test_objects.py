@@ -20,6 +20,14 @@ def ask(site, request, body=b""):
     return json.loads(head), rest
 
 
+def test_a_message_that_is_cut_off_stores_nothing(site):
+    for message in (b'{"op":"put","key":"kv/cut"}', b'{"op":"get","key":"kv/cut"}\nmore', b'{"op":"clear"}\nmore', b'{"op":"put","key":'):
+        answer = json.loads(site.verbs.run(site.verbs.nc.request("ballast.node.node-0.object", message, timeout=10)).data)
+        assert answer["failed"]["code"] == "INVALID_ARGUMENT" and "first line" in answer["failed"]["message"], answer
+    assert ask(site, {"op": "get", "key": "kv/cut"})[0]["failed"]["code"] == "NOT_FOUND"
+    assert ask(site, {"op": "put", "key": "kv/empty"})[0] == {"stored": {"bytes": 0, "evicted": 0}}
+
+
 def skips(site):
     return site.verbs.steady("status")["nodes"][0]["objects"]["guard_skips"]
 

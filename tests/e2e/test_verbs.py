@@ -524,3 +524,15 @@ def test_a_refused_command_of_the_inbox_is_told_too(site, fresh):
     submit(site, "remove", {"identity": fresh(), "expected_metadata_generation": 1, "options": {"request_id": request_id}})
     told = outcome(site, f"ballast.events.default.outcome.{request_id}")
     assert "NOT_FOUND" in json.dumps(told)
+
+
+def test_a_command_of_the_inbox_that_comes_too_late_is_told_and_keeps_nobody_waiting(site, ready):
+    generation = site.verbs.metadata(ready)["metadata_generation"]
+    late, behind = f"late-{uuid.uuid4()}", f"behind-{uuid.uuid4()}"
+    request = {"identity": ready, "target": "HOT", "expected_metadata_generation": generation}
+    submit(site, "migrate", {**request, "options": {"request_id": late, "not_after": 1}})
+    request = {"identity": ready, "policy": {"migration_mode": "MANUAL"}, "expected_metadata_generation": generation}
+    submit(site, "update_policy", {**request, "options": {"request_id": behind}})
+    told = outcome(site, f"ballast.events.default.outcome.{late}")["error"]
+    assert told["code"] == "UNAVAILABLE" and "options.not_after: too late" in told["message"], told
+    assert outcome(site, f"ballast.events.default.outcome.{behind}")["revision"]["policy"]["migration_mode"] == "MANUAL"

@@ -54,6 +54,17 @@ impl ObjectDesk {
 
 fn carry_out(store: &NodeStore, message: &Bytes) -> Result<(ObjectReply, Bytes), BallastError> {
     let (request, at) = object_head::<ObjectRequest>(message)?;
+    let (is_put, ends) = (matches!(request, ObjectRequest::Put { .. }), message[..at].ends_with(b"\n"));
+    match (is_put, ends, message.len() - at) {
+        // A message that was cut off would store an empty object.
+        (true, false, _) => Err(BallastError::invalid(
+            "the first line does not end: a put is a line of JSON, a line end, and then the object's bytes",
+        )),
+        (false, _, 1..) => {
+            Err(BallastError::invalid("bytes follow the first line, which only a put has; send the line of JSON alone"))
+        }
+        _ => Ok(()),
+    }?;
     perform(store, request, message.slice(at..)).map_err(|error| error.to_error())
 }
 

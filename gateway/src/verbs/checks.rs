@@ -46,7 +46,17 @@ fn text(field: &str, text: &str, bytes_max: usize) -> Result<(), BallastError> {
 
 pub(super) fn part(request: &PartRequest) -> Result<(), BallastError> {
     within("the number of incarnations", request.incarnations.len() as u64, 0, HOLDERS_MAX as u64)?;
-    request.incarnations.values().try_for_each(|run| text("an incarnation", run, INCARNATION_BYTES_MAX))
+    let mut runs = request.incarnations.iter();
+    runs.try_for_each(|(node, run)| text(&format!("incarnations.{node}"), run, INCARNATION_BYTES_MAX))
+}
+
+/// The caller's key of a mutation, if it gives one.
+pub(crate) fn request_id(id: Option<&str>) -> Result<(), BallastError> {
+    match id {
+        Some("") => Err(BallastError::invalid("options.request_id is empty; leave it out or give 1 to 1024 bytes")),
+        Some(id) => text("options.request_id", id, TEXT_BYTES_MAX),
+        None => Ok(()),
+    }
 }
 
 pub(super) fn lease_ttl(ttl_ms: u64) -> Result<(), BallastError> {

@@ -45,6 +45,7 @@ pub(super) async fn get(context: &Context, call: &Call) -> Result<Answer, Ballas
     let request = call.read::<UpsertIdRequest>()?;
     let UpsertIdRequest { identity, replacement_request_id } = request.body;
     call.check_tenant(&identity)?;
+    replacement_request_id.as_deref().map_or(Ok(()), checks::replacement_request_id)?;
     let lineage = identity.lineage();
     let (log_seq, latest) = context.read(&request.options, |state| state.claim(&lineage).cloned()).await?;
     let found = latest.filter(|claim| replacement_request_id.as_ref().is_none_or(|id| *id == claim.request_id));

@@ -3,7 +3,7 @@
 //!
 //! Not here: subjects, concurrency and deadlines (`service.rs`, `inbox.rs`).
 
-mod checks;
+pub(crate) mod checks;
 mod imports;
 mod leases;
 mod lineage;
