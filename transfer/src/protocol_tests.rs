@@ -81,6 +81,17 @@ fn manifest(sizes: &[u64]) -> Manifest {
     plan.seal(&sums).unwrap()
 }
 
+/// The address on which tests talk over TCP. In the RDMA lab it is one that RDMA has too, and everything for TCP is then asked of
+/// RDMA beside TCP.
+fn lab_address() -> Option<String> {
+    std::env::var("BALLAST_RDMA_LAB").ok().filter(|_| cfg!(feature = "rdma"))
+}
+
+/// The route of a test, in the RDMA lab.
+fn here(route: Route) -> Route {
+    if route == Route::Tcp && lab_address().is_some() { Route::Rdma } else { route }
+}
+
 /// A node with its data plane.
 pub(crate) struct Node {
     pub(crate) store: Arc<NodeStore>,
@@ -95,7 +106,7 @@ impl Node {
         Self::start_with(DataPlaneOptions::default()).await
     }
 
-    async fn start_with(options: DataPlaneOptions) -> Self {
+    pub(crate) async fn start_with(options: DataPlaneOptions) -> Self {
         Self::start_named("node-1", options).await
     }
 
@@ -105,7 +116,7 @@ impl Node {
             NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
         let options = DataPlaneOptions {
             unix_socket: Some(folders.cold.path().join("data.sock")),
-            tcp: Some("127.0.0.1:0".parse().unwrap()),
+            tcp: Some(format!("{}:0", lab_address().as_deref().unwrap_or("127.0.0.1")).parse().unwrap()),
             ..options
         };
         let gate = TokenGate::closed();
@@ -125,13 +136,13 @@ impl Node {
     }
 
     pub(crate) async fn connect(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
-        let options = ConnectOptions { route, ..ConnectOptions::default() };
+        let options = ConnectOptions { route: here(route), ..ConnectOptions::default() };
         NodeConnection::connect(&self.endpoint, &token(id, right), &options).await.unwrap()
     }
 
     /// Connects once the node has noticed that earlier peers are gone.
     async fn connect_when_free(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
-        let options = ConnectOptions { route, ..ConnectOptions::default() };
+        let options = ConnectOptions { route: here(route), ..ConnectOptions::default() };
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             match NodeConnection::connect(&self.endpoint, &token(id, right), &options).await {
@@ -160,12 +171,12 @@ impl Node {
     }
 }
 
-fn whole(sizes: &[u64]) -> (Vec<ReadRange>, Vec<Vec<u8>>) {
+pub(crate) fn whole(sizes: &[u64]) -> (Vec<ReadRange>, Vec<Vec<u8>>) {
     let range = |(unit, &bytes): (usize, &u64)| ReadRange { unit: unit as u32, offset: 0, bytes };
     (sizes.iter().enumerate().map(range).collect(), sizes.iter().map(|&bytes| vec![0; bytes as usize]).collect())
 }
 
-async fn read_all(connection: &mut NodeConnection, sizes: &[u64]) -> Result<(), TransferError> {
+pub(crate) async fn read_all(connection: &mut NodeConnection, sizes: &[u64]) -> Result<(), TransferError> {
     let (ranges, mut buffers) = whole(sizes);
     let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
     connection.read_ranges(&ranges, &mut slices).await?;
@@ -181,7 +192,8 @@ async fn every_route_takes_an_import_and_gives_the_same_bytes_back() {
     for (number, route) in [(1, Route::Tcp), (2, Route::Unix), (3, Route::Best)] {
         let id = named(number);
         let mut importer = node.connect(&id, TokenRight::Import, route).await;
-        let wanted = if route == Route::Tcp { Transport::Tcp } else { Transport::Unix };
+        let over_tcp = if here(Route::Tcp) == Route::Rdma { Transport::Rdma } else { Transport::Tcp };
+        let wanted = if route == Route::Tcp { over_tcp } else { Transport::Unix };
         assert_eq!(importer.transport(), wanted);
         let allocated = importer.allocate(&SIZES).await.unwrap();
         assert!(!allocated.sealed && allocated.reserved_bytes >= SIZES.iter().sum());

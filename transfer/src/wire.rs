@@ -64,6 +64,14 @@ impl Wire {
         matches!(self.socket, Socket::Unix(_))
     }
 
+    /// The address of this end; `None` on a Unix socket.
+    pub(crate) fn local_address(&self) -> Option<std::net::IpAddr> {
+        match &self.socket {
+            Socket::Tcp(socket) => socket.local_addr().ok().map(|address| address.ip().to_canonical()),
+            Socket::Unix(_) => None,
+        }
+    }
+
     /// Whether the peer has not closed the connection, as far as is known here. Asked between two frames only.
     pub(crate) fn is_open(&self) -> bool {
         let socket = match &self.socket {
