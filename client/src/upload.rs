@@ -45,6 +45,8 @@ pub(crate) struct Upload {
     base: Option<Box<Base>>,
     /// Bytes that are not sent because the base has them.
     reused_bytes: AtomicU64,
+    /// How bytes went over connections that are closed again.
+    went: Mutex<Option<Transport>>,
 }
 
 #[derive(Debug)]
@@ -221,6 +223,7 @@ impl Upload {
             route: gateway.route(),
             base: None,
             reused_bytes: AtomicU64::new(0),
+            went: Mutex::new(None),
         };
         for endpoint in endpoints {
             let mut control = Lane::connect(endpoint, token, upload.route).await?;
@@ -258,8 +261,8 @@ impl Upload {
 
     /// How the bytes go.
     pub(crate) fn transport(&self) -> Transport {
-        let tcp = self.nodes.iter().any(|node| node.control.transport() == Transport::Tcp);
-        if tcp { Transport::Tcp } else { Transport::Local }
+        let went = *self.went.lock().unwrap_or_else(PoisonError::into_inner);
+        self.nodes.iter().map(|node| node.control.transport()).chain(went).max().unwrap_or(Transport::Local)
     }
 
     /// Writes stretches of units from memory. Where `candidates` names a unit of the base, the stretch is a whole unit, which
@@ -380,7 +383,7 @@ impl Upload {
             let mut lanes = Vec::with_capacity(lane_count);
             for lane in 0..lane_count {
                 let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].control.endpoint);
-                let (token, route) = (&self.token, self.route);
+                let (token, route, went) = (&self.token, self.route, &self.went);
                 let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
                     let mut connection = Lane::connect(endpoint, token, route).await?;
@@ -395,6 +398,8 @@ impl Upload {
                         next = take(&connection)?;
                         send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await?;
                     }
+                    let mut went = went.lock().unwrap_or_else(PoisonError::into_inner);
+                    *went = (*went).max(Some(connection.transport()));
                     Ok::<(), BallastError>(())
                 });
             }
@@ -495,7 +500,7 @@ impl Share {
         let sums = match (&batch, base) {
             // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
             (Batch::File { file, ranges }, Some(base))
-                if lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes)) =>
+                if lane.transport() != Transport::Local && ranges.iter().any(|range| base.has_size(range.bytes)) =>
             {
                 Some(Computing::begin(file, Arc::new(file.open()?), ranges))
             }

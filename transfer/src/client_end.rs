@@ -160,7 +160,8 @@ impl NodeConnection {
         token: &str,
         options: &ConnectOptions,
     ) -> Result<Self, TransferError> {
-        let unreachable = |error| TransferError::Unreachable { node: node.clone(), tried: format!("{address}: {error}") };
+        let unreachable =
+            |error| TransferError::Unreachable { node: node.clone(), tried: format!("{address}: {error}") };
         let socket = in_time(options.stall, TcpStream::connect(address)).await.map_err(unreachable)?;
         // Answers are small and awaited; a socket without the option still works.
         let _ = socket.set_nodelay(true);

@@ -517,7 +517,8 @@ async fn a_peer_that_breaks_the_protocol_is_cut_off_alone() {
     let mut reader = node.connect_when_free(&id, TokenRight::Read, Route::Tcp).await;
     read_all(&mut reader, &SIZES).await.unwrap();
 
-    // The slow reader's guard goes with its connection, so that the unit can be freed.
+    // The slow reader's guard goes with its connection, so that the unit can be freed. (Over RDMA, the other's does too.)
+    drop(reader);
     let effect = UnitEffect { instance: id.clone(), fence: at(50), units: vec![UnitRange { start: 0, end: 4 }] };
     let store = node.store.clone();
     let freed = tokio::task::spawn_blocking(move || {

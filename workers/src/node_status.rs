@@ -34,6 +34,8 @@ pub struct NodeReport {
     pub unix_socket: Option<PathBuf>,
     /// `address:port` of the data plane, as others are told.
     pub tcp: Option<String>,
+    /// The devices and addresses that RDMA can be asked for at, or why there is none.
+    pub rdma: Result<String, String>,
     /// What was found in the folders.
     pub adoption: Adoption,
 }
@@ -70,6 +72,9 @@ impl fmt::Display for NodeReport {
         }
         if let Some(address) = &self.tcp {
             write!(f, "; TCP at {address}")?;
+        }
+        if let Ok(devices) = &self.rdma {
+            write!(f, "; RDMA at {devices}")?;
         }
         let found = &self.adoption;
         if found.instances > 0 {

@@ -51,7 +51,7 @@ impl Link {
     }
 }
 
-pub(crate) fn rounds<'a>(reads: Vec<(RemoteMemory, &'a mut [u8])>) -> Vec<Vec<(RemoteMemory, &'a mut [u8])>> {
+pub(crate) fn rounds(reads: Vec<(RemoteMemory, &mut [u8])>) -> Vec<Vec<(RemoteMemory, &mut [u8])>> {
     vec![reads]
 }
 

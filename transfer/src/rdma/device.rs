@@ -38,7 +38,10 @@ impl Place {
             }
             let addresses = entries.iter().filter(|entry| entry.gid_type == ffi::IBV_GID_TYPE_ROCE_V2);
             let addresses: Vec<String> = addresses.map(|entry| address_of(gid_bytes(&entry.gid)).to_string()).collect();
-            others.push(format!("{device} has {}", if addresses.is_empty() { "none".into() } else { addresses.join(", ") }));
+            others.push(format!(
+                "{device} has {}",
+                if addresses.is_empty() { "none".into() } else { addresses.join(", ") }
+            ));
         }
         Err(NoRdma::new(format!("no RDMA device has the address {address} over RoCE v2 ({})", others.join("; "))))
     }

@@ -102,8 +102,7 @@ impl QueuePair {
         let channel = unsafe { ffi::ibv_create_comp_channel(context) };
         let Some(channel) = NonNull::new(channel) else { return missing() };
         // SAFETY: context and channel live; the context value is not used.
-        let queue =
-            unsafe { ffi::ibv_create_cq(context, DEPTH as c_int, std::ptr::null_mut(), channel.as_ptr(), 0) };
+        let queue = unsafe { ffi::ibv_create_cq(context, DEPTH as c_int, std::ptr::null_mut(), channel.as_ptr(), 0) };
         let Some(queue) = NonNull::new(queue) else {
             let failed = missing();
             // SAFETY: nothing else knows the channel.

@@ -19,7 +19,7 @@ use crate::folder::PathError;
 use crate::node_store::{HotRun, InstanceReader};
 
 /// Landing windows at once; further importers send over TCP.
-const WINDOWS_MAX: usize = 32;
+const WINDOWS_MAX: usize = 64;
 
 /// What all connections of a node share.
 #[derive(Debug)]
@@ -103,9 +103,12 @@ impl Service {
     ) -> Result<NodeLink, NoRdma> {
         let place = Place::of_address(address)?;
         let permit = match writable {
-            true => Some(self.windows.clone().try_acquire_owned().map_err(|_| {
-                NoRdma::new(format!("all {WINDOWS_MAX} landing windows of the node are in use"))
-            })?),
+            true => Some(
+                self.windows
+                    .clone()
+                    .try_acquire_owned()
+                    .map_err(|_| NoRdma::new(format!("all {WINDOWS_MAX} landing windows of the node are in use")))?,
+            ),
             false => None,
         };
         let made = || -> std::io::Result<NodeLink> {

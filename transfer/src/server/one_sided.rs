@@ -67,7 +67,7 @@ async fn take_back_in_time(link: Arc<Mutex<Option<NodeLink>>>, ends_unix_ms: Arc
 /// Large regions take a while to go.
 fn take_back(link: &Arc<Mutex<Option<NodeLink>>>) {
     let link = link.clone();
-    tokio::task::spawn_blocking(move || drop(lock(&link).take()));
+    tokio::task::spawn_blocking(move || *lock(&link) = None);
 }
 
 fn not_used(no_rdma: &NoRdma) -> Failure {
