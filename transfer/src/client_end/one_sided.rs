@@ -96,22 +96,23 @@ impl NodeConnection {
         }
         let reads = places.iter().zip(buffers.iter_mut());
         let reads = reads.filter_map(|(place, buffer)| Some(((*place)?, &mut **buffer))).collect();
-        let mut failure = None;
-        for round in rounds(reads) {
-            let OneSided::On { link, .. } = &mut self.one_sided else { break };
-            let stall = self.options.stall;
-            if let Err(error) = in_place(|| link.read(round, stall)) {
-                failure = Some(error);
-                break;
-            }
-            tokio::task::yield_now().await;
-        }
-        if let Some(error) = failure {
+        if let Err(error) = self.read_rounds(rounds(reads)).await {
             self.leave_one_sided(&error);
             places.fill(None);
         }
         let left = ranges.iter().zip(buffers.iter_mut()).zip(&places).filter(|(_, place)| place.is_none());
         Ok(left.map(|((range, buffer), _)| (*range, &mut **buffer)).unzip())
+    }
+
+    /// Dropped between two rounds, it leaves nothing under way.
+    async fn read_rounds(&mut self, rounds: Vec<Vec<(RemoteMemory, &mut [u8])>>) -> Result<(), LinkError> {
+        let OneSided::On { link, .. } = &mut self.one_sided else { return Ok(()) };
+        for round in rounds {
+            let stall = self.options.stall;
+            in_place(|| link.read(round, stall))?;
+            tokio::task::yield_now().await;
+        }
+        Ok(())
     }
 
     /// Asks where units lie that were not asked for before.

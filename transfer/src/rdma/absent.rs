@@ -70,7 +70,7 @@ pub(crate) struct Service;
 impl Service {
     pub(crate) fn open(
         &self,
-        _address: IpAddr,
+        _addresses: (IpAddr, IpAddr),
         _instance: &InstanceId,
         _writable: bool,
         _peer: &RdmaPeer,

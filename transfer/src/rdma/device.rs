@@ -81,7 +81,7 @@ fn gid_bytes(gid: &ibverbs::Gid) -> [u8; 16] {
     (u128::from(gid.subnet_prefix()) << 64 | u128::from(gid.interface_id())).to_be_bytes()
 }
 
-fn gid_of(address: IpAddr) -> [u8; 16] {
+pub(crate) fn gid_of(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
         IpAddr::V6(address) => address.octets(),

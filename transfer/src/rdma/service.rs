@@ -10,7 +10,7 @@ use ballast_schemas::frame::{RdmaPeer, RemoteMemory, Response, SLOT_BYTES, SLOTS
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::NoRdma;
-use super::device::{Device, Domain, Place};
+use super::device::{Device, Domain, Place, gid_of};
 use super::link::unusable;
 use super::memory::{Access, Arena, Region};
 use super::queue_pair::{PeerMay, QueuePair};
@@ -93,15 +93,21 @@ pub(crate) struct NodeLink {
 }
 
 impl Service {
-    /// A queue pair for a connection that came in on this address, connected to its peer's.
+    /// A queue pair for a connection between these addresses, the node's and its peer's, connected to the peer's queue pair.
     pub(crate) fn open(
         &self,
-        address: IpAddr,
+        (address, peer_address): (IpAddr, IpAddr),
         instance: &InstanceId,
         writable: bool,
         peer: &RdmaPeer,
     ) -> Result<NodeLink, NoRdma> {
         let place = Place::of_address(address)?;
+        if peer.gid != gid_of(peer_address) {
+            // A node sends nothing to an address that a peer made up.
+            return Err(NoRdma::new(format!(
+                "the queue pair is not at {peer_address}, where the connection comes from"
+            )));
+        }
         let permit = match writable {
             true => Some(
                 self.windows

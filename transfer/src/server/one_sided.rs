@@ -81,12 +81,13 @@ impl Connection<'_> {
         let Some(service) = self.shared.rdma.clone() else {
             return Err(not_used(&NoRdma::new("it was started without")));
         };
-        let Some(address) = self.wire.local_address() else {
+        let (Some(address), Some(peer_address)) = (self.wire.local_address(), self.wire.peer_address()) else {
             return Err(invalid("RDMA is for connections over TCP; map segments instead"));
         };
         self.one_sided = None;
         let instance = claims.instance.clone();
-        let opening = tokio::task::spawn_blocking(move || service.open(address, &instance, writable, &peer));
+        let opening =
+            tokio::task::spawn_blocking(move || service.open((address, peer_address), &instance, writable, &peer));
         let link = joined(opening.await)?.map_err(|no_rdma| not_used(&no_rdma))?;
         let opened = link.opened();
         self.one_sided = Some(OneSided::new(link, &claims));
