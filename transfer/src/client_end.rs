@@ -2,6 +2,8 @@
 //! or TCP, with a typed call for each request (see ARCHITECTURE.md, Transfer protocol). Leases, manifests and plans are
 //! the client crate's matter.
 
+#[cfg(all(test, feature = "rdma"))]
+mod far_tests;
 mod one_sided;
 #[cfg(all(test, feature = "rdma"))]
 mod one_sided_tests;

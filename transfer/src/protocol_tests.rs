@@ -70,7 +70,7 @@ pub(crate) fn named(number: u64) -> InstanceId {
     InstanceId { group_id: identity().group_id(), position: at(number) }
 }
 
-fn manifest(sizes: &[u64]) -> Manifest {
+pub(crate) fn manifest(sizes: &[u64]) -> Manifest {
     let tensors = sizes
         .iter()
         .enumerate()
@@ -84,7 +84,9 @@ fn manifest(sizes: &[u64]) -> Manifest {
 /// The address on which tests talk over TCP. In the RDMA lab it is one that RDMA has too, and everything for TCP is then asked of
 /// RDMA beside TCP.
 fn lab_address() -> Option<String> {
-    std::env::var("BALLAST_RDMA_LAB").ok().filter(|_| cfg!(feature = "rdma"))
+    let address = std::env::var("BALLAST_RDMA_LAB").ok().filter(|_| cfg!(feature = "rdma"))?;
+    let port = std::env::var("BALLAST_RDMA_PORT").unwrap_or_else(|_| "0".to_owned());
+    Some(format!("{address}:{port}"))
 }
 
 /// The route of a test, in the RDMA lab.
@@ -116,7 +118,7 @@ impl Node {
             NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
         let options = DataPlaneOptions {
             unix_socket: Some(folders.cold.path().join("data.sock")),
-            tcp: Some(format!("{}:0", lab_address().as_deref().unwrap_or("127.0.0.1")).parse().unwrap()),
+            tcp: Some(lab_address().unwrap_or_else(|| "127.0.0.1:0".to_owned()).parse().unwrap()),
             ..options
         };
         let gate = TokenGate::closed();

@@ -188,11 +188,18 @@ impl TransferWorker {
     /// # Errors
     /// When nothing can be heard any more.
     pub async fn run(self, shutdown: impl Future<Output = ()> + Send) -> Result<(), TransferWorkerError> {
-        let Self { client, store, data_plane, endpoint, labels, membership, failpoint, .. } = self;
+        let Self { client, store, data_plane, endpoint, labels, report, membership, failpoint } = self;
+        let rdma = report.rdma_text();
         let stop = watch::Sender::new(false);
         let condition = membership.condition.clone();
-        let status =
-            tokio::spawn(publish_status(client.clone(), Arc::clone(&store), endpoint, labels, condition.subscribe()));
+        let status = tokio::spawn(publish_status(
+            client.clone(),
+            Arc::clone(&store),
+            endpoint,
+            rdma,
+            labels,
+            condition.subscribe(),
+        ));
         let data_plane = tokio::spawn(data_plane.run(told(stop.subscribe())));
         let ended = {
             let service = serve(client.clone(), store, membership, failpoint, stop.subscribe());

@@ -30,7 +30,7 @@ async fn reader(node: &Node, token: &str) -> NodeConnection {
     NodeConnection::connect(&node.endpoint, token, &options).await.unwrap()
 }
 
-fn link(connection: &mut NodeConnection) -> &mut Link {
+pub(super) fn link(connection: &mut NodeConnection) -> &mut Link {
     match &mut connection.one_sided {
         OneSided::On { link, .. } => link,
         OneSided::Off(why) => panic!("{why}"),
@@ -38,13 +38,13 @@ fn link(connection: &mut NodeConnection) -> &mut Link {
 }
 
 /// Where a unit lies, as a connection was told.
-async fn place(connection: &mut NodeConnection, unit: u32) -> Option<RemoteMemory> {
+pub(super) async fn place(connection: &mut NodeConnection, unit: u32) -> Option<RemoteMemory> {
     let found = connection.call(Request::LocateUnits { units: vec![unit] }, &[], &[], STALL).await.unwrap().body;
     let Response::Located { units } = found else { panic!("{found:?}") };
     units[0]
 }
 
-fn read(link: &mut Link, place: RemoteMemory) -> Result<Vec<u8>, LinkError> {
+pub(super) fn read(link: &mut Link, place: RemoteMemory) -> Result<Vec<u8>, LinkError> {
     let mut buffer = vec![0xee; place.bytes as usize];
     tokio::task::block_in_place(|| link.read(vec![(place, &mut buffer)], STALL))?;
     Ok(buffer)
@@ -177,6 +177,13 @@ async fn random_ranges_are_those_of_a_reference() {
     node.demote(&id, 3..4);
     let contents: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(unit, &bytes)| content(unit as u32, bytes)).collect();
     let mut connection = reader(&node, &token(&id, TokenRight::Read)).await;
+    read_at_random(&mut connection, &contents, 30).await;
+    assert_eq!(connection.transport(), Transport::Rdma);
+    node.stop().await;
+}
+
+/// Reads random ranges, and compares each with what it should be.
+pub(super) async fn read_at_random(connection: &mut NodeConnection, contents: &[Vec<u8>], rounds: u32) {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut below = |end: u64| {
         state ^= state << 13;
@@ -184,15 +191,16 @@ async fn random_ranges_are_those_of_a_reference() {
         state ^= state << 17;
         state % end.max(1)
     };
-    for _ in 0..30 {
-        let ranges: Vec<ReadRange> = (0..1 + below(40))
-            .map(|_| {
-                let unit = below(sizes.len() as u64) as u32;
-                let offset = below(sizes[unit as usize]);
-                let long = if below(4) == 0 { sizes[unit as usize] } else { 5000 };
-                ReadRange { unit, offset, bytes: below((sizes[unit as usize] - offset).min(long) + 1) }
-            })
-            .collect();
+    for _ in 0..rounds {
+        let mut range = || {
+            let unit = below(contents.len() as u64) as u32;
+            let size = contents[unit as usize].len() as u64;
+            let offset = below(size);
+            let long = if below(4) == 0 { size } else { 5000 };
+            ReadRange { unit, offset, bytes: below((size - offset).min(long) + 1) }
+        };
+        let first = range();
+        let ranges: Vec<ReadRange> = std::iter::once(first).chain((0..first.offset % 40).map(|_| range())).collect();
         let mut buffers: Vec<Vec<u8>> = ranges.iter().map(|range| vec![0xee; range.bytes as usize]).collect();
         let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
         connection.read_ranges(&ranges, &mut slices).await.unwrap();
@@ -201,8 +209,6 @@ async fn random_ranges_are_those_of_a_reference() {
             assert!(buffer == wanted, "{range:?}");
         }
     }
-    assert_eq!(connection.transport(), Transport::Rdma);
-    node.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
