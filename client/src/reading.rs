@@ -341,6 +341,7 @@ impl Rounds {
         way: Way,
         attempt: Attempt,
     ) -> Result<(), BallastError> {
+        let came = !attempt.done.is_empty();
         let mut way = attempt.way.unwrap_or(way);
         if way.transport == Transport::Rdma && !attempt.done.iter().any(|unit| holder.hot.get(*unit)) {
             let why_not_rdma = Some("what was read is on disk".to_owned());
@@ -357,7 +358,7 @@ impl Rounds {
                 self.is_progress = true;
             }
         }
-        if self.is_progress {
+        if came {
             self.way = Way::slower(self.way.take(), Some(way));
         }
         for (unit, failure) in attempt.failed {

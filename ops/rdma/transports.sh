@@ -3,5 +3,5 @@
 export BALLAST_RDMA_LAB=$LAB_ip RUST_BACKTRACE=1 RUST_TEST_THREADS=1
 export BALLAST_NATS_SERVER=/usr/bin/nats-server
 while read -r folder; do mkdir -p "$folder"; done < /usr/bin/scratch-folders
-transfer-tests protocol_tests deriving_tests one_sided rdma:: || exit 1
+transfer-tests protocol_tests one_sided rdma:: || exit 1
 data-path-tests getting putting sharing || exit 1
