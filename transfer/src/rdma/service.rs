@@ -21,6 +21,9 @@ use crate::node_store::{HotRun, InstanceReader};
 /// Landing windows at once; further importers send over TCP.
 const WINDOWS_MAX: usize = 64;
 
+/// Regions of one connection; units beyond, in memory that is full of holes, go over TCP.
+const REGIONS_MAX: usize = 1024;
+
 /// What all connections of a node share.
 #[derive(Debug)]
 pub(crate) struct Service {
@@ -190,7 +193,8 @@ impl NodeLink {
                 places.push(Some(place));
                 continue;
             }
-            let Some(run) = reader.hot_run(unit)? else {
+            let run = if self.regions.len() < REGIONS_MAX { reader.hot_run(unit)? } else { None };
+            let Some(run) = run else {
                 places.push(None);
                 continue;
             };
