@@ -49,8 +49,8 @@ cluster-test: ## three NATS servers with one killed, paused or cut off, two lost
 	cargo build --locked -p ballast
 	$(PYTHON) -m pytest tests/e2e -m cluster $(if $(ONLY),-k "$(ONLY)")
 
-rdma-test: ## (absent yet) the RDMA transport on real verbs
-	$(call ABSENT,the RDMA transport is not built yet. The transports are shared memory and TCP)
+rdma-test: ## the RDMA transport on real verbs: Soft-RoCE in one and between two small virtual machines (Debian, x86_64, as root)
+	@ops/rdma/test
 
 fuzz: ## every decoder, and the fold, fed with damaged and arbitrary input (SECONDS=how long, INPUT=a file to feed again)
 	cargo run --profile sim --locked -p ballast-tests --no-default-features --features fuzz --bin fuzz -- $(if $(SECONDS),--seconds $(SECONDS)) $(if $(INPUT),--input $(INPUT))

@@ -308,6 +308,9 @@ pub struct TransferWorkerArgs {
     /// Address other hosts reach the listener at, if it is another.
     #[arg(long, value_name = "ADDR")]
     pub advertise: Option<String>,
+    /// Do not use RDMA beside TCP, also where this host has it.
+    #[arg(long)]
+    pub no_rdma: bool,
     /// Free labels of this node, for people and placement.
     #[arg(long = "label", value_parser = label, value_name = "KEY=VALUE")]
     pub labels: Vec<(String, String)>,

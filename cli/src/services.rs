@@ -190,6 +190,7 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
     options.unix_socket = args.socket.or(options.unix_socket);
     options.tcp_listen = Some(args.listen.to_string());
     options.tcp_advertise = args.advertise;
+    options.rdma = !args.no_rdma;
     options.labels = args.labels.into_iter().collect();
     let worker = TransferWorker::open(options).await.map_err(|error| failed(&error))?;
     let report = worker.report().clone();
@@ -233,6 +234,7 @@ fn transfer_options(
         unix_socket: Some(socket),
         tcp_listen: Some("127.0.0.1:0".to_owned()),
         tcp_advertise: None,
+        rdma: true,
         labels: std::collections::BTreeMap::new(),
     })
 }
@@ -260,6 +262,8 @@ fn report_json(report: &NodeReport) -> serde_json::Value {
         "cold": cold,
         "unix_socket": report.unix_socket,
         "tcp": report.tcp,
+        "rdma": report.rdma.as_ref().ok(),
+        "why_no_rdma": report.rdma.as_ref().err(),
     })
 }
 
@@ -270,11 +274,12 @@ fn report_text(report: &NodeReport) -> String {
     };
     let unix = report.unix_socket.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
     format!(
-        "  memory tier  {} in {}, {}\n  cold tier    {cold}\n  data plane   unix {unix}, tcp {}",
+        "  memory tier  {} in {}, {}\n  cold tier    {cold}\n  data plane   unix {unix}, tcp {}, rdma {}",
         output::bytes(report.memory_bytes),
         report.memory_folder.display(),
         report.memory_kind,
         report.tcp.as_deref().unwrap_or("none"),
+        report.rdma.as_ref().map_or_else(|why| format!("none: {why}"), Clone::clone),
     )
 }
 

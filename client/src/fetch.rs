@@ -97,12 +97,12 @@ pub(crate) async fn fetch(
                 verify,
                 meter: meter.clone(),
             });
-            let (holdings, transport) = (holder.holdings.clone(), holder.transport());
+            let (holdings, way) = (holder.holdings.clone(), holder.way());
             let attempt = match &holder.mapped {
                 Some(mapped) => read_mapped(mapped, units, &job).await,
                 None => read_remote(holder, units, &job).await,
             };
-            rounds.note(reading, &holdings, transport, attempt)?;
+            rounds.note(reading, &holdings, way, attempt)?;
         }
         rounds.next(reading).await?;
     }
@@ -141,10 +141,7 @@ async fn read_mapped(mapped: &Arc<MappedInstance>, units: Vec<u32>, job: &Arc<Jo
     let mut all = Attempt::default();
     for thread in threads {
         match thread.await {
-            Ok(attempt) => {
-                all.done.extend(attempt.done);
-                all.failed.extend(attempt.failed);
-            }
+            Ok(attempt) => all.absorb(attempt),
             Err(error) => {
                 let error = BallastError::new(ErrorCode::Unavailable, format!("a reading thread failed: {error}"));
                 all.failed.push((0, Failure::Fatal(error)));
@@ -258,12 +255,12 @@ async fn read_remote(holder: Holder, units: Vec<u32>, job: &Arc<Job>) -> Attempt
                 }
             }
         }
+        attempt.came_over(&connection);
         attempt
     });
     let mut all = Attempt::default();
     for attempt in futures::future::join_all(lanes).await {
-        all.done.extend(attempt.done);
-        all.failed.extend(attempt.failed);
+        all.absorb(attempt);
     }
     all
 }

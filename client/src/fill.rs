@@ -60,13 +60,13 @@ pub(crate) async fn fill(
     let mut rounds = Rounds::new(buffers.keys().copied());
     while !rounds.is_done() {
         for (holder, units) in rounds.shares(reading).await {
-            let (holdings, transport) = (holder.holdings.clone(), holder.transport());
+            let (holdings, way) = (holder.holdings.clone(), holder.way());
             let filling = Filling { manifest: reading.manifest().clone(), verify, meter };
             let attempt = match holder.mapped.clone() {
                 Some(mapped) => filling.copy_all(&mapped, &units, buffers).await,
                 None => filling.receive_all(holder, &units, buffers).await,
             };
-            rounds.note(reading, &holdings, transport, attempt)?;
+            rounds.note(reading, &holdings, way, attempt)?;
         }
         rounds.next(reading).await?;
     }
@@ -164,6 +164,7 @@ impl Filling<'_> {
                 return attempt;
             }
             self.meter.add(bytes);
+            connections.iter().for_each(|connection| attempt.came_over(connection));
             for range in &batch {
                 let Some((first, others)) = buffers.get_mut(&range.unit).and_then(|all| all.split_first_mut()) else {
                     continue;

@@ -89,6 +89,8 @@ pub struct GetReport {
     pub elapsed: Duration,
     /// How the bytes came; `None` when there were none.
     pub transport: Option<Transport>,
+    /// Why they came over TCP and not over RDMA, when they did.
+    pub why_not_rdma: Option<String>,
     /// The files written.
     pub files: Vec<PathBuf>,
 }
@@ -119,6 +121,7 @@ pub(crate) async fn get(
             (rounds, Vec::new())
         }
     };
+    let (transport, why_not_rdma) = rounds.way.map(|way| (way.transport, way.why_not_rdma)).unzip();
     Ok(GetReport {
         manifest,
         revision,
@@ -126,7 +129,8 @@ pub(crate) async fn get(
         hot_bytes: rounds.hot_bytes,
         cold_bytes: rounds.cold_bytes,
         elapsed: started.elapsed(),
-        transport: rounds.transport,
+        transport,
+        why_not_rdma: why_not_rdma.flatten(),
         files,
     })
 }

@@ -13,11 +13,13 @@ const LONG_WORK: Duration = Duration::from_secs(600);
 /// Connections to one node for one job, at most.
 const LANES_MAX: usize = 4;
 
-/// How bytes travelled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How bytes travelled; of several ways the last in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Transport {
     /// On one host: descriptors and mapped memory.
     Local,
+    /// Over RDMA what was in memory, over TCP what was on disk.
+    Rdma,
     /// Over TCP.
     Tcp,
 }
@@ -26,6 +28,7 @@ impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Transport::Local => "local",
+            Transport::Rdma => "rdma",
             Transport::Tcp => "tcp",
         })
     }
@@ -35,8 +38,33 @@ impl From<ballast_transfer::Transport> for Transport {
     fn from(transport: ballast_transfer::Transport) -> Self {
         match transport {
             ballast_transfer::Transport::Unix => Transport::Local,
+            ballast_transfer::Transport::Rdma => Transport::Rdma,
             ballast_transfer::Transport::Tcp => Transport::Tcp,
         }
+    }
+}
+
+/// How bytes came over a connection, and why not over RDMA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    pub(crate) transport: Transport,
+    pub(crate) why_not_rdma: Option<String>,
+}
+
+impl Way {
+    /// Of two ways, the one to speak of.
+    pub(crate) fn slower(one: Option<Self>, other: Option<Self>) -> Option<Self> {
+        match (one, other) {
+            (Some(one), Some(other)) => Some(if other.transport > one.transport { other } else { one }),
+            (one, other) => one.or(other),
+        }
+    }
+}
+
+impl From<&NodeConnection> for Way {
+    fn from(connection: &NodeConnection) -> Self {
+        let why_not_rdma = connection.why_not_rdma().map(str::to_owned);
+        Self { transport: connection.transport().into(), why_not_rdma }
     }
 }
 

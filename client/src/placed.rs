@@ -111,9 +111,9 @@ pub(crate) async fn fill_placed(
     let mut rounds = Rounds::new(job.regions.keys().copied());
     while !rounds.is_done() {
         for (holder, units) in rounds.shares(reading).await {
-            let (holdings, transport) = (holder.holdings.clone(), holder.transport());
+            let (holdings, way) = (holder.holdings.clone(), holder.way());
             let attempt = job.read(holder, &units, &mut targets, &meter).await;
-            let noted = rounds.note(reading, &holdings, transport, attempt);
+            let noted = rounds.note(reading, &holdings, way, attempt);
             noted.map_err(|error| job.with_written(&rounds, error))?;
         }
         let next = rounds.next(reading).await;
@@ -437,6 +437,7 @@ impl Job<'_> {
                 }
             }
         }
+        attempt.came_over(first);
         if ranged.is_empty() {
             return;
         }
@@ -461,13 +462,15 @@ impl Job<'_> {
             while let Some(mut request) = next() {
                 if let Err(error) = answer(&mut connection, &mut request).await {
                     let units: BTreeSet<u32> = request.ranges().iter().map(|range| range.unit).collect();
-                    return Some((error, units));
+                    return (connection, Some((error, units)));
                 }
                 meter.add(request.bytes());
             }
-            None
+            (connection, None)
         });
-        let failures: Vec<_> = futures::future::join_all(lanes).await.into_iter().flatten().collect();
+        let (connections, failures): (Vec<_>, Vec<_>) = futures::future::join_all(lanes).await.into_iter().unzip();
+        connections.iter().for_each(|connection| attempt.came_over(connection));
+        let failures: Vec<_> = failures.into_iter().flatten().collect();
         let Some((error, _)) = failures.first() else { return attempt.done.extend(ranged) };
         let error = error.clone();
         let mut failed: BTreeSet<u32> = failures.into_iter().flat_map(|(_, units)| units).collect();

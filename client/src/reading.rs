@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::gateway::Gateway;
 use crate::get::GetOptions;
 use crate::lease::HeldLease;
-use crate::nodes::{Transport, connect};
+use crate::nodes::{Transport, Way, connect};
 
 /// How long reads go on without any progress, over every replica, before they fail.
 const RETRY_PATIENCE: Duration = Duration::from_secs(30);
@@ -54,8 +54,8 @@ pub(crate) struct Holder {
 }
 
 impl Holder {
-    pub(crate) fn transport(&self) -> Transport {
-        self.connection.transport().into()
+    pub(crate) fn way(&self) -> Way {
+        Way::from(&self.connection)
     }
 
     pub(crate) fn has(&self, unit: u32) -> bool {
@@ -248,6 +248,22 @@ pub(crate) enum Failure {
 pub(crate) struct Attempt {
     pub(crate) done: Vec<u32>,
     pub(crate) failed: Vec<(u32, Failure)>,
+    /// How the bytes came, where that may have changed on the way.
+    pub(crate) way: Option<Way>,
+}
+
+impl Attempt {
+    /// Notes how bytes came over a connection, after it was used.
+    pub(crate) fn came_over(&mut self, connection: &NodeConnection) {
+        self.way = Way::slower(self.way.take(), Some(connection.into()));
+    }
+
+    /// Takes what another connection gave.
+    pub(crate) fn absorb(&mut self, other: Self) {
+        self.done.extend(other.done);
+        self.failed.extend(other.failed);
+        self.way = Way::slower(self.way.take(), other.way);
+    }
 }
 
 /// Which units are still wanted, and why those that failed did.
@@ -263,7 +279,7 @@ pub(crate) struct Rounds {
     lost_since: Option<Instant>,
     pub(crate) hot_bytes: u64,
     pub(crate) cold_bytes: u64,
-    pub(crate) transport: Option<Transport>,
+    pub(crate) way: Option<Way>,
 }
 
 impl Rounds {
@@ -278,7 +294,7 @@ impl Rounds {
             lost_since: None,
             hot_bytes: 0,
             cold_bytes: 0,
-            transport: None,
+            way: None,
         }
     }
 
@@ -322,9 +338,15 @@ impl Rounds {
         &mut self,
         reading: &Reading,
         holder: &Description,
-        transport: Transport,
+        way: Way,
         attempt: Attempt,
     ) -> Result<(), BallastError> {
+        let came = !attempt.done.is_empty();
+        let mut way = attempt.way.unwrap_or(way);
+        if way.transport == Transport::Rdma && !attempt.done.iter().any(|unit| holder.hot.get(*unit)) {
+            let why_not_rdma = Some("what was read is on disk".to_owned());
+            way = Way { transport: Transport::Tcp, why_not_rdma };
+        }
         for unit in attempt.done {
             if self.pending.remove(&unit).is_some() {
                 let bytes = reading.bytes_of(unit);
@@ -336,8 +358,8 @@ impl Rounds {
                 self.is_progress = true;
             }
         }
-        if self.is_progress && self.transport != Some(Transport::Tcp) {
-            self.transport = Some(transport);
+        if came {
+            self.way = Way::slower(self.way.take(), Some(way));
         }
         for (unit, failure) in attempt.failed {
             match failure {

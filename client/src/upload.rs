@@ -41,6 +41,8 @@ pub(crate) struct Upload {
     base: Option<Box<Base>>,
     /// Bytes that are not sent because the base has them.
     reused_bytes: AtomicU64,
+    /// How bytes went over connections that are closed again.
+    went: Mutex<Option<Transport>>,
 }
 
 #[derive(Debug)]
@@ -80,7 +82,7 @@ impl Upload {
         token: &ImportToken,
         extents: &[u64],
     ) -> Result<Self, BallastError> {
-        let mut upload = Self { nodes: Vec::new(), base: None, reused_bytes: AtomicU64::new(0) };
+        let mut upload = Self { nodes: Vec::new(), base: None, reused_bytes: AtomicU64::new(0), went: Mutex::new(None) };
         for endpoint in endpoints {
             let mut control = Lane::connect(endpoint, token, gateway.route()).await?;
             control.connection.allocate(extents).await?;
@@ -117,8 +119,8 @@ impl Upload {
 
     /// How the bytes go.
     pub(crate) fn transport(&self) -> Transport {
-        let tcp = self.nodes.iter().any(|node| node.control.transport() == Transport::Tcp);
-        if tcp { Transport::Tcp } else { Transport::Local }
+        let went = *self.went.lock().unwrap_or_else(PoisonError::into_inner);
+        self.nodes.iter().map(|node| node.control.transport()).chain(went).max().unwrap_or(Transport::Local)
     }
 
     /// Writes stretches of units from memory. Where `candidates` names a unit of the base, the stretch is a whole unit, which
@@ -253,7 +255,7 @@ impl Upload {
             let found = (node == 0).then_some(&found);
             let mut lanes = Vec::with_capacity(lane_count);
             for lane in 0..lane_count {
-                let (queue, meter, control) = (&queue, &meter, &self.nodes[node].control);
+                let (queue, meter, control, went) = (&queue, &meter, &self.nodes[node].control, &self.went);
                 let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
                     let mut connection = control.another().await?;
@@ -270,6 +272,8 @@ impl Upload {
                         let sent = send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await;
                         sent.map_err(|error| connection.explained(error))?;
                     }
+                    let mut went = went.lock().unwrap_or_else(PoisonError::into_inner);
+                    *went = (*went).max(Some(connection.transport()));
                     Ok::<(), BallastError>(())
                 });
             }
@@ -373,7 +377,7 @@ impl Share {
         let sums = match (&batch, base) {
             // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
             (Batch::File { file, ranges }, Some(base))
-                if lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes)) =>
+                if lane.transport() != Transport::Local && ranges.iter().any(|range| base.has_size(range.bytes)) =>
             {
                 Some(Computing::begin(file, Arc::new(file.open()?), ranges))
             }

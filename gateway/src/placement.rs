@@ -191,6 +191,7 @@ mod tests {
             cold_capacity_bytes: 0,
             cold_used_bytes: 0,
             cold_engine: "none".into(),
+            rdma: String::new(),
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),

@@ -221,7 +221,7 @@ class WeightStore:
     `nats` is the NATS server of the cluster (by default the environment's BALLAST_NATS, else the one of `ballast dev`).
     `default_policy` is the policy of puts that give none, before the cluster's own. `progress` is called with (phase,
     done_bytes, total_bytes, note) while bytes move and while something is waited for. `route` is how nodes are reached:
-    "best", "unix" or "tcp". Every call releases the GIL; Ctrl-C ends it and releases what it held.
+    "best", "unix", "rdma" or "tcp". Every call releases the GIL; Ctrl-C ends it and releases what it held.
     """
 
     def __init__(self, nats=None, *, default_policy=None, name=None, tenant_id="default", route="best", progress=None,

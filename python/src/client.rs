@@ -183,6 +183,7 @@ fn report(report: &GetReport) -> Value {
         "cold_bytes": report.cold_bytes,
         "seconds": report.elapsed.as_secs_f64(),
         "transport": report.transport.map(|transport| transport.to_string()),
+        "why_not_rdma": report.why_not_rdma,
         "files": report.files,
     })
 }
@@ -218,8 +219,9 @@ impl Client {
             options.route = match route.as_str() {
                 "best" => Route::Best,
                 "unix" => Route::Unix,
+                "rdma" => Route::Rdma,
                 "tcp" => Route::Tcp,
-                other => return Err(BallastError::invalid(format!("route is {other:?}; best, unix or tcp"))),
+                other => return Err(BallastError::invalid(format!("route is {other:?}; best, unix, rdma or tcp"))),
             };
             options.waiting = progress(callback);
             options.address_flag = "nats= (or BALLAST_NATS)";

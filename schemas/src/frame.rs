@@ -37,6 +37,12 @@ pub const OFFERS_MAX: usize = 16_384;
 pub const IMPORT_OFFERS_MAX: usize = 8_000_000;
 /// Descriptors in one `Segments` response.
 pub const DESCRIPTORS_MAX: usize = 64;
+/// Units in one `LocateUnits` request.
+pub const LOCATED_UNITS_MAX: usize = 65_536;
+/// Bytes of one slot of a landing window.
+pub const SLOT_BYTES: u64 = 2 * 1024 * 1024;
+/// Slots of a landing window: one more than uploads are sent ahead of their answers, so that a slot is free when its turn comes.
+pub const SLOTS: u32 = 5;
 
 /// What stands before the payload of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -145,6 +151,53 @@ pub enum Request {
         /// Whether to hand out cold segments that hold a cold unit.
         cold: bool,
     },
+    /// Asks for a queue pair, connected to the caller's, for one-sided transfers beside this connection (TCP). It ends with the
+    /// connection, and with the token unless that is renewed.
+    OpenRdma {
+        /// The caller's queue pair.
+        peer: RdmaPeer,
+    },
+    /// Asks where hot units can be read by one-sided READs. Those in the answer stay in memory for as long as the queue pair.
+    LocateUnits {
+        /// The units.
+        units: Vec<u32>,
+    },
+    /// Writes the first bytes of a slot of the landing window, which are the concatenation of all ranges, into units, as
+    /// `Write` does its payload. They were put there by one-sided WRITEs, which had ended before this was sent.
+    WriteLanded {
+        /// The slot.
+        slot: u32,
+        /// Where its bytes go, in order.
+        ranges: Vec<ByteRange>,
+    },
+}
+
+/// One end of a reliable connection over RoCE v2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RdmaPeer {
+    /// The queue pair's number: 24 bits.
+    pub queue_pair: u32,
+    /// Number of the first packet that it sends: 24 bits.
+    pub first_packet: u32,
+    /// The GID that it sends from.
+    pub gid: [u8; 16],
+    /// Largest payload of a packet, as a power of two: 8 (256) to 12 (4096).
+    pub mtu_log2: u8,
+    /// READs that it answers at once.
+    pub reads_max: u8,
+}
+
+/// Memory of a node that one-sided operations of one queue pair can reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteMemory {
+    /// Address of the first byte.
+    pub address: u64,
+    /// How many bytes.
+    pub bytes: u64,
+    /// The key of the region that they lie in.
+    pub key: u32,
 }
 
 /// Bytes of a source file that go into a unit.
@@ -332,7 +385,7 @@ pub enum Response {
         /// Whether the import has already ended; nothing needs to be written then.
         sealed: bool,
     },
-    /// To `Write` and `WriteFd`.
+    /// To `Write`, `WriteFd` and `WriteLanded`.
     Written {
         /// Bytes written.
         bytes: u64,
@@ -374,6 +427,22 @@ pub enum Response {
         grants: Vec<SegmentGrant>,
         /// The holdings at the moment the guards were taken, in the last frame of the sequence only.
         holdings: Option<Description>,
+    },
+    /// To `OpenRdma`.
+    RdmaOpened {
+        /// The node's queue pair.
+        peer: RdmaPeer,
+        /// Sixteen bytes to be read, to see whether the path works.
+        probe: RemoteMemory,
+        /// What they are.
+        content: [u8; 16],
+        /// Where uploads land: [`SLOTS`] slots of [`SLOT_BYTES`]. Only for an importer.
+        window: Option<RemoteMemory>,
+    },
+    /// To `LocateUnits`: each unit's bytes, where it is hot.
+    Located {
+        /// In the order of the request.
+        units: Vec<Option<RemoteMemory>>,
     },
     /// The request failed; nothing after the bytes already answered for was done.
     Error(BallastError),

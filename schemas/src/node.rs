@@ -48,6 +48,9 @@ pub struct NodeStatus {
     pub cold_used_bytes: u64,
     /// `io_uring`, `positioned I/O (why)` or `none`.
     pub cold_engine: String,
+    /// The devices and addresses at which RDMA can be asked for, or `none (why)`; empty from a node of an earlier build.
+    #[serde(default)]
+    pub rdma: String,
     /// Instances it holds.
     pub instances: u32,
     /// Instances it keeps but does not serve, because the log does not know them.

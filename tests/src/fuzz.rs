@@ -626,11 +626,18 @@ fn frames() -> Vec<Vec<u8>> {
         frame::Request::Check { unit: 3 },
         frame::Request::Seal,
         frame::Request::MapSegments { memory: true, cold: false },
+        frame::Request::OpenRdma {
+            peer: frame::RdmaPeer { queue_pair: 17, first_packet: 99, gid: [0xff; 16], mtu_log2: 12, reads_max: 16 },
+        },
+        frame::Request::LocateUnits { units: vec![0, 3, 70_000] },
+        frame::Request::WriteLanded { slot: 4, ranges: vec![range()] },
     ];
     let header = |body| encode(&frame::RequestHeader { payload_bytes: 24, descriptors: 0, body });
+    let place = frame::RemoteMemory { address: 1 << 46, bytes: 4096, key: 7 };
     let offered = frame::Response::Offered { wanted: Bitmap::full(11) };
-    let offered = encode(&frame::ResponseHeader { payload_bytes: 0, descriptors: 0, body: offered });
-    requests.map(header).into_iter().chain([offered]).collect()
+    let located = frame::Response::Located { units: vec![Some(place), None] };
+    let answers = [offered, located].map(|body| frame::ResponseHeader { payload_bytes: 0, descriptors: 0, body });
+    requests.map(header).into_iter().chain(answers.map(|answer| encode(&answer))).collect()
 }
 
 fn participant(rank: u32) -> ParticipantId {

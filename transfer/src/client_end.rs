@@ -2,6 +2,12 @@
 //! or TCP, with a typed call for each request (see ARCHITECTURE.md, Transfer protocol). Leases, manifests and plans are
 //! the client crate's matter.
 
+#[cfg(all(test, feature = "rdma"))]
+mod far_tests;
+mod one_sided;
+#[cfg(all(test, feature = "rdma"))]
+mod one_sided_tests;
+
 use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
@@ -24,6 +30,7 @@ use crate::node_store::Allocated;
 use crate::patch::{DeriveUnit, requests};
 use crate::transfer_error::TransferError;
 use crate::wire::{Socket, Wire, WireError};
+use one_sided::OneSided;
 
 /// Bytes of one `Write` frame.
 const WRITE_BYTES: u64 = DATA_BYTES_MAX / 2;
@@ -35,12 +42,14 @@ const WRITES_AHEAD: usize = 4;
 /// How a connection may be made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Route {
-    /// The Unix socket when the node is on this host and it can be reached, TCP otherwise.
+    /// The Unix socket when the node is on this host and it can be reached, TCP otherwise, with RDMA where both ends have it.
     #[default]
     Best,
     /// The Unix socket or nothing.
     Unix,
-    /// TCP or nothing.
+    /// TCP with RDMA or nothing. What RDMA can not reach (units on disk) goes over TCP, and all after RDMA failed.
+    Rdma,
+    /// TCP without RDMA or nothing.
     Tcp,
 }
 
@@ -49,6 +58,8 @@ pub enum Route {
 pub enum Transport {
     /// A Unix socket, which passes descriptors: segments can be mapped.
     Unix,
+    /// TCP, and RDMA for bytes in memory.
+    Rdma,
     /// TCP.
     Tcp,
 }
@@ -88,6 +99,7 @@ pub struct NodeConnection {
     outstanding: u32,
     /// Bytes that one `Derive` request makes.
     pub(crate) derive_bytes: u64,
+    one_sided: OneSided,
 }
 
 impl NodeConnection {
@@ -106,7 +118,7 @@ impl NodeConnection {
         let unix = endpoint.unix_socket.as_ref().filter(|_| match options.route {
             Route::Best => same_host,
             Route::Unix => true,
-            Route::Tcp => false,
+            Route::Rdma | Route::Tcp => false,
         });
         if let Some(path) = unix {
             match in_time(options.stall, UnixStream::connect(PathBuf::from(path))).await {
@@ -121,17 +133,41 @@ impl NodeConnection {
             }
         }
         if let Some(address) = endpoint.tcp.as_ref().filter(|_| options.route != Route::Unix) {
-            match in_time(options.stall, TcpStream::connect(address)).await {
-                Ok(socket) => {
-                    // Answers are small and awaited; a socket without the option still works.
-                    let _ = socket.set_nodelay(true);
-                    return Self::greet(Socket::Tcp(socket), node, token, options).await;
+            match Self::connect_tcp(address, node, token, options).await {
+                Err(TransferError::Unreachable { tried: why, .. }) => tried.push(why),
+                Ok(mut connection) if options.route != Route::Tcp => {
+                    let begun = connection.begin_one_sided().await;
+                    match (options.route, connection.why_not_rdma()) {
+                        (Route::Rdma, Some(why)) => tried.push(format!("{address} over RDMA: {why}")),
+                        (_, Some(why)) if begun.is_err() => {
+                            // It broke over the question.
+                            let why = OneSided::Off(why.to_owned());
+                            connection = Self::connect_tcp(address, node, token, options).await?;
+                            connection.one_sided = why;
+                            return Ok(connection);
+                        }
+                        _ => return Ok(connection),
+                    }
                 }
-                Err(error) => tried.push(format!("{address}: {error}")),
+                connected => return connected,
             }
         }
         let tried = if tried.is_empty() { "it has no address for this route".to_owned() } else { tried.join("; ") };
         Err(TransferError::Unreachable { node: node.clone(), tried })
+    }
+
+    async fn connect_tcp(
+        address: &str,
+        node: &NodeId,
+        token: &str,
+        options: &ConnectOptions,
+    ) -> Result<Self, TransferError> {
+        let unreachable =
+            |error| TransferError::Unreachable { node: node.clone(), tried: format!("{address}: {error}") };
+        let socket = in_time(options.stall, TcpStream::connect(address)).await.map_err(unreachable)?;
+        // Answers are small and awaited; a socket without the option still works.
+        let _ = socket.set_nodelay(true);
+        Self::greet(Socket::Tcp(socket), node, token, options).await
     }
 
     async fn greet(
@@ -149,7 +185,9 @@ impl NodeConnection {
         let header: ResponseHeader = wire.read_header(options.stall).await.map_err(broken)?;
         match header.body {
             Response::Hello(hello) if hello.node == *node => {
-                Ok(Self { wire, hello, options: options.clone(), outstanding: 0, derive_bytes: DERIVE_BYTES_MAX })
+                let one_sided = OneSided::Off("it was not asked for".to_owned());
+                let (options, derive_bytes) = (options.clone(), DERIVE_BYTES_MAX);
+                Ok(Self { wire, hello, options, outstanding: 0, derive_bytes, one_sided })
             }
             Response::Hello(hello) => Err(protocol(format!("node {} answers there", hello.node))),
             Response::Error(error) => Err(error.into()),
@@ -166,7 +204,11 @@ impl NodeConnection {
     /// What the connection runs over.
     #[must_use]
     pub fn transport(&self) -> Transport {
-        if self.wire.is_unix() { Transport::Unix } else { Transport::Tcp }
+        match (self.wire.is_unix(), &self.one_sided) {
+            (true, _) => Transport::Unix,
+            (false, OneSided::On { .. }) => Transport::Rdma,
+            (false, OneSided::Off(_)) => Transport::Tcp,
+        }
     }
 
     /// Whether the connection can take another call: not after it broke, or a call was dropped half-way.
@@ -239,7 +281,7 @@ impl NodeConnection {
         });
         let sources: Vec<SourceRange> = sources.collect();
         let mut current = 0;
-        for batch in batches(&sources, WRITE_BYTES) {
+        for batch in batches(&sources, self.write_bytes()) {
             let mut payload = Vec::with_capacity(batch.len());
             for piece in &batch {
                 while sources[current].source_offset + sources[current].bytes < piece.source_offset + piece.bytes {
@@ -248,7 +290,7 @@ impl NodeConnection {
                 let start = (piece.source_offset - sources[current].source_offset) as usize;
                 payload.push(&buffers[current][start..start + piece.bytes as usize]);
             }
-            self.send(Request::Write { ranges: targets(&batch) }, &payload, &[]).await?;
+            self.send_bytes(targets(&batch), &payload).await?;
             ahead += 1;
             if ahead > WRITES_AHEAD {
                 ahead -= 1;
@@ -301,7 +343,7 @@ impl NodeConnection {
         let source = Arc::new(File::from(source.try_clone_to_owned().map_err(|error| failed(0, error))?));
         let mut ahead = std::collections::VecDeque::new();
         let mut failure: Option<TransferError> = None;
-        let mut batches = batches(ranges, WRITE_BYTES);
+        let mut batches = batches(ranges, self.write_bytes());
         loop {
             // After a failure nothing more is sent, but the answers under way are still read.
             let batch = if failure.is_none() { batches.next() } else { None };
@@ -312,7 +354,7 @@ impl NodeConnection {
                 let read = tokio::task::spawn_blocking(move || read_batch(&file, &batch)).await;
                 match read.unwrap_or_else(|error| Err((0, std::io::Error::other(error)))) {
                     Ok(buffer) => {
-                        self.send(Request::Write { ranges }, &[&buffer], &[]).await?;
+                        self.send_bytes(ranges, &[&buffer]).await?;
                         ahead.push_back(bytes);
                     }
                     Err((offset, error)) => failure = Some(failed(offset, error)),
@@ -484,6 +526,14 @@ impl NodeConnection {
             return Err(BallastError::invalid("every range needs a buffer of its length").into());
         }
         self.check_usable()?;
+        if matches!(self.one_sided, OneSided::On { .. }) {
+            let (ranges, mut buffers) = self.read_one_sided(ranges, buffers).await?;
+            return self.read_over_wire(&ranges, &mut buffers).await;
+        }
+        self.read_over_wire(ranges, buffers).await
+    }
+
+    async fn read_over_wire(&mut self, ranges: &[ReadRange], buffers: &mut [&mut [u8]]) -> Result<(), TransferError> {
         for (ranges, buffers) in ranges.chunks(RANGES_MAX).zip(buffers.chunks_mut(RANGES_MAX)) {
             self.send(Request::ReadRanges { ranges: ranges.to_vec() }, &[], &[]).await?;
             self.receive_ranges(buffers).await?;
@@ -673,6 +723,8 @@ fn name(response: &Response) -> &'static str {
         Response::Data => "Data",
         Response::End { .. } => "End",
         Response::Segments { .. } => "Segments",
+        Response::RdmaOpened { .. } => "RdmaOpened",
+        Response::Located { .. } => "Located",
         Response::Error(_) => "Error",
     }
 }

@@ -25,6 +25,7 @@ mod patch;
 mod process_tests;
 #[cfg(test)]
 mod protocol_tests;
+mod rdma;
 mod record;
 mod segment;
 mod sending;
@@ -56,6 +57,7 @@ pub use node_store::{
 pub use objects::Cleared;
 pub use offers::{FragmentPlace, OfferVerdict, PartOffers};
 pub use patch::{DeriveUnit, UnitPatch};
+pub use rdma::rdma_devices;
 pub use record::RecordError;
 pub use server::{BindError, DataPlane, DataPlaneOptions};
 pub use token::{TOKEN_KEY_BYTES, TOKEN_LEEWAY_MS, TokenError, TokenGate, TokenKey, TokenKeyError};

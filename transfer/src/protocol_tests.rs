@@ -70,7 +70,7 @@ pub(crate) fn named(number: u64) -> InstanceId {
     InstanceId { group_id: identity().group_id(), position: at(number) }
 }
 
-fn manifest(sizes: &[u64]) -> Manifest {
+pub(crate) fn manifest(sizes: &[u64]) -> Manifest {
     let tensors = sizes
         .iter()
         .enumerate()
@@ -79,6 +79,19 @@ fn manifest(sizes: &[u64]) -> Manifest {
     assert_eq!(plan.extents(), sizes);
     let sums: Vec<u64> = sizes.iter().enumerate().map(|(unit, &b)| crate::checksum(&content(unit as u32, b))).collect();
     plan.seal(&sums).unwrap()
+}
+
+/// The address on which tests talk over TCP. In the RDMA lab it is one that RDMA has too, and everything for TCP is then asked of
+/// RDMA beside TCP.
+fn lab_address() -> Option<String> {
+    let address = std::env::var("BALLAST_RDMA_LAB").ok().filter(|_| cfg!(feature = "rdma"))?;
+    let port = std::env::var("BALLAST_RDMA_PORT").unwrap_or_else(|_| "0".to_owned());
+    Some(format!("{address}:{port}"))
+}
+
+/// The route of a test, in the RDMA lab.
+fn here(route: Route) -> Route {
+    if route == Route::Tcp && lab_address().is_some() { Route::Rdma } else { route }
 }
 
 /// A node with its data plane.
@@ -95,7 +108,7 @@ impl Node {
         Self::start_with(DataPlaneOptions::default()).await
     }
 
-    async fn start_with(options: DataPlaneOptions) -> Self {
+    pub(crate) async fn start_with(options: DataPlaneOptions) -> Self {
         Self::start_named("node-1", options).await
     }
 
@@ -105,7 +118,7 @@ impl Node {
             NodeStore::open(&NodeStoreOptions { node: NodeId::new(name).unwrap(), ..folders.options() }).unwrap();
         let options = DataPlaneOptions {
             unix_socket: Some(folders.cold.path().join("data.sock")),
-            tcp: Some("127.0.0.1:0".parse().unwrap()),
+            tcp: Some(lab_address().unwrap_or_else(|| "127.0.0.1:0".to_owned()).parse().unwrap()),
             ..options
         };
         let gate = TokenGate::closed();
@@ -125,13 +138,13 @@ impl Node {
     }
 
     pub(crate) async fn connect(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
-        let options = ConnectOptions { route, ..ConnectOptions::default() };
+        let options = ConnectOptions { route: here(route), ..ConnectOptions::default() };
         NodeConnection::connect(&self.endpoint, &token(id, right), &options).await.unwrap()
     }
 
     /// Connects once the node has noticed that earlier peers are gone.
     async fn connect_when_free(&self, id: &InstanceId, right: TokenRight, route: Route) -> NodeConnection {
-        let options = ConnectOptions { route, ..ConnectOptions::default() };
+        let options = ConnectOptions { route: here(route), ..ConnectOptions::default() };
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             match NodeConnection::connect(&self.endpoint, &token(id, right), &options).await {
@@ -160,12 +173,12 @@ impl Node {
     }
 }
 
-fn whole(sizes: &[u64]) -> (Vec<ReadRange>, Vec<Vec<u8>>) {
+pub(crate) fn whole(sizes: &[u64]) -> (Vec<ReadRange>, Vec<Vec<u8>>) {
     let range = |(unit, &bytes): (usize, &u64)| ReadRange { unit: unit as u32, offset: 0, bytes };
     (sizes.iter().enumerate().map(range).collect(), sizes.iter().map(|&bytes| vec![0; bytes as usize]).collect())
 }
 
-async fn read_all(connection: &mut NodeConnection, sizes: &[u64]) -> Result<(), TransferError> {
+pub(crate) async fn read_all(connection: &mut NodeConnection, sizes: &[u64]) -> Result<(), TransferError> {
     let (ranges, mut buffers) = whole(sizes);
     let mut slices: Vec<&mut [u8]> = buffers.iter_mut().map(Vec::as_mut_slice).collect();
     connection.read_ranges(&ranges, &mut slices).await?;
@@ -181,7 +194,8 @@ async fn every_route_takes_an_import_and_gives_the_same_bytes_back() {
     for (number, route) in [(1, Route::Tcp), (2, Route::Unix), (3, Route::Best)] {
         let id = named(number);
         let mut importer = node.connect(&id, TokenRight::Import, route).await;
-        let wanted = if route == Route::Tcp { Transport::Tcp } else { Transport::Unix };
+        let over_tcp = if here(Route::Tcp) == Route::Rdma { Transport::Rdma } else { Transport::Tcp };
+        let wanted = if route == Route::Tcp { over_tcp } else { Transport::Unix };
         assert_eq!(importer.transport(), wanted);
         let allocated = importer.allocate(&SIZES).await.unwrap();
         assert!(!allocated.sealed && allocated.reserved_bytes >= SIZES.iter().sum());
@@ -505,7 +519,8 @@ async fn a_peer_that_breaks_the_protocol_is_cut_off_alone() {
     let mut reader = node.connect_when_free(&id, TokenRight::Read, Route::Tcp).await;
     read_all(&mut reader, &SIZES).await.unwrap();
 
-    // The slow reader's guard goes with its connection, so that the unit can be freed.
+    // The slow reader's guard goes with its connection, so that the unit can be freed. (Over RDMA, the other's does too.)
+    drop(reader);
     let effect = UnitEffect { instance: id.clone(), fence: at(50), units: vec![UnitRange { start: 0, end: 4 }] };
     let store = node.store.clone();
     let freed = tokio::task::spawn_blocking(move || {

@@ -1,6 +1,8 @@
 //! The data-plane server of a node: listeners, limits and what each request does. A connection is served by its own
 //! task and holds a bounded number of bytes, so that an idle or slow peer stands in nobody's way; frames are in `wire`.
 
+mod one_sided;
+
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,9 +26,11 @@ use crate::deriving::{Base, Deriving};
 use crate::error::StoreError;
 use crate::layout::GroupLayout;
 use crate::node_store::NodeStore;
+use crate::rdma::Service;
 use crate::sending::{Batch, produce};
 use crate::token::{TokenGate, check_time, now_unix_ms};
 use crate::wire::{Socket, Wire, WireError};
+use one_sided::OneSided;
 
 /// Bytes of a `Write` payload that are in hand at once, twice: one piece is written while the next comes in.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -53,6 +57,8 @@ pub struct DataPlaneOptions {
     pub stall: Duration,
     /// Longest time between two requests.
     pub idle: Duration,
+    /// Whether peers may use RDMA where this host has it.
+    pub rdma: bool,
 }
 
 impl Default for DataPlaneOptions {
@@ -63,6 +69,7 @@ impl Default for DataPlaneOptions {
             connections_max: 512,
             stall: Duration::from_secs(30),
             idle: Duration::from_secs(600),
+            rdma: true,
         }
     }
 }
@@ -97,6 +104,8 @@ struct Shared {
     /// Reads from disk ahead of the one that a connection waits for, over all connections.
     read_ahead: Arc<Semaphore>,
     derivations: Arc<Semaphore>,
+    /// One-sided transfers; `None` where they are switched off.
+    rdma: Option<Arc<Service>>,
 }
 
 impl DataPlane {
@@ -129,6 +138,7 @@ impl DataPlane {
             documents: Semaphore::new(DOCUMENTS_MAX),
             read_ahead: Arc::new(Semaphore::new(READ_AHEAD_MAX)),
             derivations: Arc::new(Semaphore::new(DERIVATIONS_PER_CORE * cores)),
+            rdma: options.rdma.then(Arc::default),
             options,
         });
         let unix_path = shared.options.unix_socket.clone();
@@ -253,12 +263,14 @@ struct Connection<'a> {
     claims: Option<TokenClaims>,
     /// What units are derived from.
     base: Option<Base>,
+    /// What the peer reaches by one-sided transfers.
+    one_sided: Option<OneSided>,
 }
 
 impl Shared {
     async fn serve(self: Arc<Self>, socket: Socket) {
         let wire = Wire::new(socket, self.options.stall);
-        let mut connection = Connection { shared: &self, wire, claims: None, base: None };
+        let mut connection = Connection { shared: &self, wire, claims: None, base: None, one_sided: None };
         let Ok(_permit) = self.connections.clone().try_acquire_owned() else {
             let message = format!("the node serves {} connections already; try again", self.options.connections_max);
             let error = BallastError::new(ErrorCode::Unavailable, message);
@@ -358,6 +370,9 @@ impl Connection<'_> {
             }
             Request::ReadRanges { ranges } => self.read_ranges(ranges).await,
             Request::MapSegments { memory, cold } => self.map_segments(memory, cold).await,
+            Request::OpenRdma { peer } => self.open_rdma(peer).await,
+            Request::LocateUnits { units } => self.locate_units(units).await,
+            Request::WriteLanded { slot, ranges } => self.write_landed(slot, ranges).await,
         }
     }
 
@@ -381,6 +396,9 @@ impl Connection<'_> {
             incarnation: store.incarnation().to_owned(),
             instance: claims.instance.clone(),
         };
+        if let Some(one_sided) = &self.one_sided {
+            one_sided.extend(&claims);
+        }
         self.claims = Some(claims);
         Ok(self.send(Response::Hello(reply)).await?)
     }

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -62,6 +63,18 @@ impl Wire {
 
     pub(crate) fn is_unix(&self) -> bool {
         matches!(self.socket, Socket::Unix(_))
+    }
+
+    /// The address of this end; `None` on a Unix socket.
+    pub(crate) fn local_address(&self) -> Option<IpAddr> {
+        let Socket::Tcp(socket) = &self.socket else { return None };
+        socket.local_addr().ok().map(|address| address.ip().to_canonical())
+    }
+
+    /// The address of the other end; `None` on a Unix socket.
+    pub(crate) fn peer_address(&self) -> Option<IpAddr> {
+        let Socket::Tcp(socket) = &self.socket else { return None };
+        socket.peer_addr().ok().map(|address| address.ip().to_canonical())
     }
 
     /// Whether the peer has not closed the connection, as far as is known here. Asked between two frames only.

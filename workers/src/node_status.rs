@@ -34,8 +34,17 @@ pub struct NodeReport {
     pub unix_socket: Option<PathBuf>,
     /// `address:port` of the data plane, as others are told.
     pub tcp: Option<String>,
+    /// The devices and addresses that RDMA can be asked for at, or why there is none.
+    pub rdma: Result<String, String>,
     /// What was found in the folders.
     pub adoption: Adoption,
+}
+
+impl NodeReport {
+    /// RDMA as the node's status has it.
+    pub(crate) fn rdma_text(&self) -> String {
+        self.rdma.clone().unwrap_or_else(|why| format!("none ({why})"))
+    }
 }
 
 /// What the cold tier of a transfer worker runs on.
@@ -70,6 +79,9 @@ impl fmt::Display for NodeReport {
         }
         if let Some(address) = &self.tcp {
             write!(f, "; TCP at {address}")?;
+        }
+        if let Ok(devices) = &self.rdma {
+            write!(f, "; RDMA at {devices}")?;
         }
         let found = &self.adoption;
         if found.instances > 0 {
@@ -111,6 +123,7 @@ pub(crate) async fn publish_status(
     client: Client,
     store: Arc<NodeStore>,
     endpoint: NodeEndpoint,
+    rdma: String,
     labels: BTreeMap<String, String>,
     mut condition: watch::Receiver<NodeCondition>,
 ) {
@@ -130,11 +143,12 @@ pub(crate) async fn publish_status(
             NodeCondition::Serving => None,
             NodeCondition::NotServing { reason } => Some(reason.clone()),
         };
-        let (store, endpoint, labels) = (Arc::clone(&store), endpoint.clone(), labels.clone());
+        let (store, endpoint, rdma, labels) = (Arc::clone(&store), endpoint.clone(), rdma.clone(), labels.clone());
         // Counting waits for instances whose records are being synced.
-        let encoded =
-            tokio::task::spawn_blocking(move || serde_json::to_vec(&status(&store, endpoint, labels, not_serving)))
-                .await;
+        let encoded = tokio::task::spawn_blocking(move || {
+            serde_json::to_vec(&status(&store, endpoint, rdma, labels, not_serving))
+        })
+        .await;
         let body =
             match encoded.map_err(|error| error.to_string()).and_then(|body| body.map_err(|error| error.to_string())) {
                 Ok(body) => Bytes::from(body),
@@ -152,6 +166,7 @@ pub(crate) async fn publish_status(
 fn status(
     store: &NodeStore,
     endpoint: NodeEndpoint,
+    rdma: String,
     labels: BTreeMap<String, String>,
     not_serving: Option<String>,
 ) -> NodeStatus {
@@ -167,6 +182,7 @@ fn status(
         cold_capacity_bytes: usage.cold.map_or(0, |cold| cold.limit_bytes),
         cold_used_bytes: usage.cold.map_or(0, |cold| cold.used_bytes),
         cold_engine: store.cold_report().map_or_else(|| "none".to_owned(), ToString::to_string),
+        rdma,
         instances: usage.instances,
         quarantined: usage.quarantined,
         objects: usage.objects,

@@ -16,7 +16,7 @@ use ballast_journal::nodes::{NodeListener, NodeListenerError};
 use ballast_schemas::{NodeEndpoint, NodeId};
 use ballast_transfer::{
     BindError, ColdOptions, DataPlane, DataPlaneOptions, MemoryOptions, NodeStore, NodeStoreOptions, OpenError,
-    TokenGate,
+    TokenGate, rdma_devices,
 };
 use tokio::net::lookup_host;
 use tokio::sync::watch;
@@ -50,6 +50,8 @@ pub struct TransferWorkerOptions {
     pub tcp_listen: Option<String>,
     /// The `host` or `host:port` that other clients are told; `None`: the address listened on.
     pub tcp_advertise: Option<String>,
+    /// Whether other clients may use RDMA beside TCP, where this host has it.
+    pub rdma: bool,
     /// Free labels for people and placement.
     pub labels: BTreeMap<String, String>,
 }
@@ -126,7 +128,7 @@ impl TransferWorker {
     /// When a folder or an address can not be used. Nothing is changed then.
     pub async fn open(options: TransferWorkerOptions) -> Result<Self, TransferWorkerError> {
         let failpoint = Failpoint::from_env()?;
-        let TransferWorkerOptions { client, node, memory, cold, unix_socket, tcp_listen, tcp_advertise, labels } =
+        let TransferWorkerOptions { client, node, memory, cold, unix_socket, tcp_listen, tcp_advertise, rdma, labels } =
             options;
         if !node.is_subject_token() {
             return Err(TransferWorkerError::Name { node });
@@ -139,7 +141,7 @@ impl TransferWorker {
         let opened = tokio::task::spawn_blocking(move || NodeStore::open(&store_options)).await;
         let store = opened.map_err(|error| TransferWorkerError::OpenEnded { reason: error.to_string() })??;
         let gate = TokenGate::closed();
-        let plane_options = DataPlaneOptions { unix_socket, tcp, ..DataPlaneOptions::default() };
+        let plane_options = DataPlaneOptions { unix_socket, tcp, rdma, ..DataPlaneOptions::default() };
         let data_plane = DataPlane::bind(plane_options, Arc::clone(&store), gate.clone()).await?;
         let tcp = match data_plane.tcp_address() {
             Some(bound) => Some(advertised(bound, tcp_advertise)?),
@@ -152,7 +154,11 @@ impl TransferWorker {
             unix_socket: unix.as_ref().map(|path| path.display().to_string()),
             tcp: tcp.clone(),
         };
-        let report = report_of(&store, unix, tcp);
+        let rdma = match rdma {
+            true => tokio::task::spawn_blocking(rdma_devices).await.unwrap_or_else(|error| Err(error.to_string())),
+            false => Err("switched off".to_owned()),
+        };
+        let report = report_of(&store, unix, tcp, rdma);
         let condition =
             watch::Sender::new(NodeCondition::NotServing { reason: "not introduced to a gateway yet".to_owned() });
         let membership = Membership {
@@ -182,11 +188,18 @@ impl TransferWorker {
     /// # Errors
     /// When nothing can be heard any more.
     pub async fn run(self, shutdown: impl Future<Output = ()> + Send) -> Result<(), TransferWorkerError> {
-        let Self { client, store, data_plane, endpoint, labels, membership, failpoint, .. } = self;
+        let Self { client, store, data_plane, endpoint, labels, report, membership, failpoint } = self;
+        let rdma = report.rdma_text();
         let stop = watch::Sender::new(false);
         let condition = membership.condition.clone();
-        let status =
-            tokio::spawn(publish_status(client.clone(), Arc::clone(&store), endpoint, labels, condition.subscribe()));
+        let status = tokio::spawn(publish_status(
+            client.clone(),
+            Arc::clone(&store),
+            endpoint,
+            rdma,
+            labels,
+            condition.subscribe(),
+        ));
         let data_plane = tokio::spawn(data_plane.run(told(stop.subscribe())));
         let ended = {
             let service = serve(client.clone(), store, membership, failpoint, stop.subscribe());
@@ -270,7 +283,12 @@ fn has_port(host: &str) -> bool {
     after_brackets.matches(':').count() == 1
 }
 
-fn report_of(store: &NodeStore, unix_socket: Option<PathBuf>, tcp: Option<String>) -> NodeReport {
+fn report_of(
+    store: &NodeStore,
+    unix_socket: Option<PathBuf>,
+    tcp: Option<String>,
+    rdma: Result<String, String>,
+) -> NodeReport {
     let memory = store.memory_report();
     NodeReport {
         node: store.node().clone(),
@@ -284,6 +302,7 @@ fn report_of(store: &NodeStore, unix_socket: Option<PathBuf>, tcp: Option<String
         }),
         unix_socket,
         tcp,
+        rdma,
         adoption: store.adoption().clone(),
     }
 }

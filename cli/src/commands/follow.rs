@@ -112,10 +112,12 @@ fn status_text(status: &StatusReply) -> String {
                     capacity => format!("{} of {}", bytes(node.cold_used_bytes), bytes(capacity)),
                 },
                 node.cold_engine.clone(),
+                // The reason is in the node's ready line, and in JSON.
+                if node.rdma.is_empty() || node.rdma.starts_with("none") { "no" } else { "yes" }.to_owned(),
                 bytes(node.objects.bytes),
             ]
         })
         .collect();
-    text.push_str(&table(&["NODE", "STATE", "MEMORY", "PAGES", "COLD", "ENGINE", "OBJECTS"], &rows));
+    text.push_str(&table(&["NODE", "STATE", "MEMORY", "PAGES", "COLD", "ENGINE", "RDMA", "OBJECTS"], &rows));
     text
 }

@@ -49,6 +49,7 @@ fn get_json(report: &GetReport) -> Value {
         "tensors": report.manifest.tensors().len(),
         "files": report.files,
         "transport": report.transport.map(|transport| transport.to_string()),
+        "why_not_rdma": report.why_not_rdma,
     })
 }
 

@@ -120,6 +120,7 @@ fn put_json(report: &PutReport, revision: &WeightRevisionMetadata) -> Value {
         "bytes": report.bytes,
         "seconds": report.elapsed.as_secs_f64(),
         "existed": report.existed,
+        "transport": report.transport.map(|transport| transport.to_string()),
         "reused_bytes": report.reused_bytes,
         "claim": report.claim,
     })

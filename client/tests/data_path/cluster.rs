@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
+use ballast_client::{ConnectOptions, Gateway, Route, Transport, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
@@ -110,6 +110,21 @@ pub struct Cluster {
     memory: TempDir,
 }
 
+/// The address on which a node of the tests listens. In the RDMA lab it is one that RDMA has too, and what is for TCP is then asked of
+/// RDMA beside TCP.
+fn tcp_address() -> std::net::SocketAddr {
+    let address = std::env::var("BALLAST_RDMA_LAB").unwrap_or_else(|_| "127.0.0.1".to_owned());
+    format!("{address}:0").parse().unwrap()
+}
+
+/// What a test asks for when it does not want shared memory, and how bytes from memory then come.
+pub fn over_tcp() -> (Route, Transport) {
+    match std::env::var_os("BALLAST_RDMA_LAB") {
+        Some(_) => (Route::Rdma, Transport::Rdma),
+        None => (Route::Tcp, Transport::Tcp),
+    }
+}
+
 pub fn identity(generation: u64) -> RevisionIdentity {
     RevisionIdentity::new("default", "default", "m", "main", generation).unwrap()
 }
@@ -194,6 +209,7 @@ impl Cluster {
     }
 
     pub async fn gateway(&self, route: Route) -> Gateway {
+        let route = if route == Route::Tcp { over_tcp().0 } else { route };
         let options = ConnectOptions { route, ..ConnectOptions::new(self.server.url()) };
         Gateway::connect(&options).await.unwrap()
     }
@@ -233,20 +249,26 @@ impl Cluster {
 
     /// Files of the cold tier that are not empty.
     pub fn cold_files(&self) -> Vec<std::path::PathBuf> {
-        fn visit(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
-            for entry in std::fs::read_dir(folder).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_dir() {
-                    visit(&path, found);
-                } else if std::fs::metadata(&path).unwrap().len() > 0 {
-                    found.push(path);
-                }
-            }
-        }
-        let mut found = Vec::new();
-        visit(&self.scratch.path().join("cold"), &mut found);
-        found
+        files_in(&self.scratch.path().join("cold"))
     }
+
+    /// Files of the first node's memory tier that are not empty.
+    pub fn memory_files(&self) -> Vec<std::path::PathBuf> {
+        files_in(&self.memory.path().join("instances"))
+    }
+}
+
+fn files_in(folder: &Path) -> Vec<std::path::PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files_in(&path));
+        } else if std::fs::metadata(&path).unwrap().len() > 0 {
+            found.push(path);
+        }
+    }
+    found
 }
 
 pub fn now_unix_ms() -> u64 {
@@ -264,8 +286,7 @@ async fn serve(
 ) -> (NodeEndpoint, tokio::task::JoinHandle<()>) {
     let gate = TokenGate::closed();
     gate.set(key());
-    let options =
-        DataPlaneOptions { unix_socket: Some(socket.to_owned()), tcp: Some("127.0.0.1:0".parse().unwrap()), ..options };
+    let options = DataPlaneOptions { unix_socket: Some(socket.to_owned()), tcp: Some(tcp_address()), ..options };
     let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
     let endpoint = NodeEndpoint {
         node: node.node().clone(),

@@ -1,13 +1,14 @@
 //! Gets and opens: from memory, from disk, over TCP; damaged copies, lapsed leases, cancelled reads.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 
 use ballast_client::{
     GetOptions, GetTarget, OpenRevision, Progress, Route, Source, Transport, Verify, WeightStore, safetensors,
 };
 use ballast_schemas::{BallastError, ErrorCode};
 
-use crate::cluster::{Cluster, PATIENCE, eventually, identity};
+use crate::cluster::{Cluster, PATIENCE, eventually, identity, over_tcp};
 use crate::putting::{content, sample, tensor};
 
 async fn put(cluster: &Cluster, source: Source) {
@@ -48,7 +49,10 @@ async fn buffers_are_filled_from_memory_disk_and_both_on_every_route() {
                 let store = cluster.store(route).await;
                 let (found, report) = get_all(&store, GetOptions { verify, ..GetOptions::default() }).await.unwrap();
                 expect_sample(&found);
+                // What is on disk comes over TCP.
+                let transport = if route == Route::Tcp && cold.end < 5 { over_tcp().1 } else { transport };
                 assert_eq!(report.transport, Some(transport));
+                assert_eq!(report.why_not_rdma.is_some(), transport == Transport::Tcp);
                 assert_eq!(report.bytes, (9 << 20) + 4097 + 300_000 + 1000);
                 assert_eq!(report.cold_bytes == 0, cold.is_empty(), "{cold:?}");
                 assert_eq!(report.hot_bytes == 0, cold.end == 5, "{cold:?}");
@@ -179,15 +183,39 @@ async fn a_read_whose_lease_had_lapsed_does_not_count() {
     let cluster = Cluster::start().await;
     put(&cluster, sample(&cluster)).await;
     cluster.desk.lock().unwrap().lapsed = true;
-    let store = cluster.store(Route::Best).await;
-    let out = cluster.scratch.path().join("out");
-    let target = GetTarget::Directory { path: &out, overwrite: false };
+    for route in [Route::Best, Route::Tcp] {
+        let store = cluster.store(route).await;
+        let out = cluster.scratch.path().join("out");
+        let target = GetTarget::Directory { path: &out, overwrite: false };
+        let error = store.weight_get(&identity(1), target, GetOptions::default()).await.unwrap_err();
+        assert_eq!(error.code, ErrorCode::LeaseExpired);
+        assert!(!out.exists());
+        assert_eq!(get_all(&store, GetOptions::default()).await.unwrap_err().code, ErrorCode::LeaseExpired);
+        let open = OpenRevision::open(&store, &identity(1), GetOptions::default()).await.unwrap();
+        assert_eq!(open.close().await.unwrap_err().code, ErrorCode::LeaseExpired);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bytes_that_changed_in_memory_are_refused_by_name() {
+    let cluster = Cluster::start().await;
+    let tensors = vec![tensor("changed", content(1, 3 << 20)), tensor("sound", content(2, 3 << 20))];
+    put(&cluster, Source::from_tensors(tensors).unwrap()).await;
+    let mut segments = cluster.memory_files();
+    segments.retain(|path| std::fs::metadata(path).unwrap().len() > 1 << 20);
+    for path in &segments {
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 500).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], 500).unwrap();
+    }
+    let store = cluster.store(Route::Tcp).await;
+    let mut buffers = [vec![0; 3 << 20], vec![0; 3 << 20]];
+    let named = ["changed", "sound"].map(str::to_owned).into_iter().zip(buffers.iter_mut().map(Vec::as_mut_slice));
+    let target = GetTarget::Buffers(named.collect());
     let error = store.weight_get(&identity(1), target, GetOptions::default()).await.unwrap_err();
-    assert_eq!(error.code, ErrorCode::LeaseExpired);
-    assert!(!out.exists());
-    assert_eq!(get_all(&store, GetOptions::default()).await.unwrap_err().code, ErrorCode::LeaseExpired);
-    let open = OpenRevision::open(&store, &identity(1), GetOptions::default()).await.unwrap();
-    assert_eq!(open.close().await.unwrap_err().code, ErrorCode::LeaseExpired);
+    assert_eq!(error.code, ErrorCode::ChecksumMismatch, "{error}");
+    assert!(error.message.contains("changed") && !error.message.contains("sound"), "{error}");
 }
 
 #[tokio::test]

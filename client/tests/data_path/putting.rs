@@ -7,7 +7,7 @@ use ballast_schemas::{Availability, ErrorCode, Residency, WeightStoragePolicy};
 use bytes::Bytes;
 use serde_json::json;
 
-use crate::cluster::{Cluster, eventually, identity};
+use crate::cluster::{Cluster, eventually, identity, over_tcp};
 
 pub fn content(seed: u8, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|n| (n as u32).wrapping_mul(2_654_435_761).rotate_left(7) as u8 ^ seed).collect()
@@ -73,7 +73,7 @@ async fn a_put_on_the_same_host_publishes_files_and_memory() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_put_over_tcp_publishes_files_and_memory() {
-    put_and_look(Route::Tcp, Transport::Tcp).await;
+    put_and_look(Route::Tcp, over_tcp().1).await;
 }
 
 #[tokio::test]

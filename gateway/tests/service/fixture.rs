@@ -200,6 +200,7 @@ impl FakeNode {
             cold_capacity_bytes: memory_bytes,
             cold_used_bytes: 0,
             cold_engine: "none".into(),
+            rdma: String::new(),
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),

@@ -139,6 +139,7 @@ impl World {
             unix_socket: None,
             tcp_listen: Some(port.to_string()),
             tcp_advertise: advertised.map(|address| address.to_string()),
+            rdma: false,
             labels: Default::default(),
         };
         let worker = TransferWorker::open(node_options).await?;

@@ -114,6 +114,7 @@ impl Site {
             cold_capacity_bytes: 1 << 40,
             cold_used_bytes: 0,
             cold_engine: "none".into(),
+            rdma: String::new(),
             instances: 0,
             quarantined: 0,
             objects: ObjectCounts::default(),

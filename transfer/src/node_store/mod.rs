@@ -34,6 +34,8 @@ pub use adoption::{Adoption, DamagedFolder};
 pub use import::Allocated;
 #[cfg(test)]
 pub(crate) use import::SealDocument;
+#[cfg(feature = "rdma")]
+pub(crate) use reading::HotRun;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
 use crate::budget::{Charge, Usage};

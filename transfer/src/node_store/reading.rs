@@ -67,6 +67,41 @@ impl Drop for HotPiece {
     }
 }
 
+/// Hot units that lie next to each other. Their memory is not freed while this lives.
+#[cfg(feature = "rdma")]
+#[derive(Debug)]
+pub(crate) struct HotRun {
+    instance: Arc<Instance>,
+    segment: Arc<Segment>,
+    units: std::ops::Range<u32>,
+    range: std::ops::Range<u64>,
+}
+
+#[cfg(feature = "rdma")]
+impl HotRun {
+    /// Address of the first byte, and how many there are, padding between the units included. They are never written.
+    pub(crate) fn memory(&self) -> std::io::Result<(std::ptr::NonNull<u8>, u64)> {
+        Ok((self.segment.address(&self.range)?, self.range.end - self.range.start))
+    }
+
+    /// Where a unit lies in it.
+    pub(crate) fn place_of(&self, unit: u32) -> Option<std::ops::Range<u64>> {
+        let extent = self.instance.layout.extent(unit).filter(|_| self.units.contains(&unit))?;
+        let start = extent.offset - self.range.start;
+        Some(start..start + extent.bytes)
+    }
+}
+
+#[cfg(feature = "rdma")]
+impl Drop for HotRun {
+    fn drop(&mut self) {
+        let mut state = lock(&self.instance.state);
+        self.units.clone().for_each(|unit| state.units.unguard(unit));
+        drop(state);
+        self.instance.eased.notify_all();
+    }
+}
+
 /// Bytes of a cold unit, read from disk.
 #[derive(Clone, Debug)]
 pub struct ColdPiece {
@@ -193,6 +228,36 @@ impl InstanceReader {
         let start = extent.offset + range.offset;
         let range_in_segment = start..start + range.bytes;
         Ok(Some(HotPiece { instance: self.instance.clone(), segment, range: range_in_segment, unit: range.unit }))
+    }
+
+    /// The longest run of hot units that a unit with bytes is part of, if it is hot.
+    ///
+    /// # Errors
+    /// When the instance is being deleted.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn hot_run(&self, unit: u32) -> Result<Option<HotRun>, StoreError> {
+        let layout = &self.instance.layout;
+        let Some(extent) = layout.extent(unit).filter(|extent| extent.bytes > 0) else { return Ok(None) };
+        let mut state = lock(&self.instance.state);
+        if state.deleting {
+            return Err(StoreError::Deleting { instance: self.instance.id.clone() });
+        }
+        let Some(segment) = self.instance.memory.get(extent.segment) else { return Ok(None) };
+        let hot = state.units.hot();
+        if !hot.get(unit) {
+            return Ok(None);
+        }
+        let in_segment = layout.units_of(extent.segment);
+        let first = (in_segment.start..unit).rev().take_while(|&unit| hot.get(unit)).last().unwrap_or(unit);
+        let last = (unit..in_segment.end).take_while(|&unit| hot.get(unit)).last().unwrap_or(unit);
+        let units = first..last + 1;
+        let (Some(first), Some(last)) = (layout.extent(first), layout.extent(last)) else { return Ok(None) };
+        let range = first.offset..last.padded_range().end.min(layout.segment_bytes(extent.segment));
+        units.clone().for_each(|unit| {
+            state.units.guard(unit);
+        });
+        drop(state);
+        Ok(Some(HotRun { instance: self.instance.clone(), segment, units, range }))
     }
 
     /// How many of the leading ranges one disk read covers: one at least, and its neighbours when they are cold too and

@@ -158,6 +158,7 @@ fn status(node: &NodeId, cluster_id: &ClusterId) -> NodeStatus {
         cold_capacity_bytes: 1 << 30,
         cold_used_bytes: 0,
         cold_engine: "none".into(),
+        rdma: String::new(),
         instances: 0,
         quarantined: 0,
         objects: ballast_schemas::ObjectCounts::default(),

@@ -69,6 +69,7 @@ impl Node {
             unix_socket: Some(folders.cold.path().join("socket")),
             tcp_listen: Some("127.0.0.1:0".to_owned()),
             tcp_advertise: None,
+            rdma: true,
             labels: [("rack".to_owned(), "7".to_owned())].into(),
         })
         .await
@@ -340,6 +341,7 @@ async fn a_folder_in_use_is_refused_by_name() {
         unix_socket: None,
         tcp_listen: None,
         tcp_advertise: None,
+        rdma: true,
         labels: Default::default(),
     });
     let error = tokio::time::timeout(Duration::from_secs(10), again).await.unwrap().unwrap_err().to_string();
