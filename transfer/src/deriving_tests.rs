@@ -5,7 +5,7 @@ use ballast_schemas::{Digest, ErrorCode, InstanceId, TokenRight};
 
 use crate::checksum::checksum;
 use crate::client_end::*;
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::patch::{DeriveUnit, UnitPatch};
 use crate::protocol_tests::{Node, SIZES, named, token};
 use crate::server::DataPlaneOptions;

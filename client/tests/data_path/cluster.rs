@@ -16,8 +16,8 @@ use ballast_schemas::{
     UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
 };
 use ballast_transfer::{
-    ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
-    Progress, TokenGate, TokenKey, host_id,
+    ColdOptions, ColdPlace, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore,
+    NodeStoreOptions, Progress, TokenGate, TokenKey, host_id,
 };
 use futures::StreamExt;
 use serde_json::{Value, json};
@@ -180,7 +180,10 @@ fn open_node(memory: &Path, cold: &Path) -> Arc<NodeStore> {
     let options = NodeStoreOptions {
         node: NodeId::new("node-1").unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
-        cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
+        cold: Some(ColdOptions {
+            place: ColdPlace::Disk { folder: cold.to_owned(), engine: EngineChoice::Auto },
+            quota_bytes: None,
+        }),
     };
     NodeStore::open(&options).unwrap()
 }

@@ -6,6 +6,8 @@
 
 mod adoption;
 #[cfg(test)]
+mod cold_conformance;
+#[cfg(test)]
 mod crash_tests;
 mod deletion;
 #[cfg(test)]
@@ -23,9 +25,10 @@ mod space_tests;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use ballast_schemas::frame::Tier;
 use ballast_schemas::{ClusterId, InstanceId, InstanceStanding, LogPosition, NodeId, NodeInventory, ObjectCounts};
 use uuid::Uuid;
 
@@ -36,11 +39,10 @@ pub(crate) use import::SealDocument;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
 use crate::budget::{Charge, Usage};
-use crate::cold_engine::{self, ColdEngine, EngineChoice};
-use crate::cold_tier::{ColdOptions, ColdReport, ColdTier, ColdTierError};
+use crate::cold::{self, ColdOptions, ColdReport, ColdTier, ColdTierError};
 use crate::error::StoreError;
 use crate::folder::PathError;
-use crate::memory_tier::{MemoryOptions, MemoryReport, MemoryTier, MemoryTierError};
+use crate::memory_tier::{MemoryOptions, MemoryReport, MemoryTier, MemoryTierError, instance_folder};
 use instance::{Instance, Standing};
 
 /// Deleted instances that a node remembers, so that a straggling import can not bring one back.
@@ -66,8 +68,8 @@ pub enum OpenError {
     /// The cold tier can not.
     #[error(transparent)]
     Cold(#[from] ColdTierError),
-    /// The two folders belong to different clusters.
-    #[error("the memory folder belongs to cluster {memory}, the cold folder to {cold}; use folders of one cluster")]
+    /// The two tiers belong to different clusters.
+    #[error("the memory folder belongs to cluster {memory}, the cold tier to {cold}; use tiers of one cluster")]
     TwoClusters {
         /// The cluster in the memory folder.
         memory: ClusterId,
@@ -103,7 +105,7 @@ pub struct NodeStore {
     incarnation: String,
     cluster: Mutex<Option<ClusterId>>,
     memory: MemoryTier,
-    cold: Option<Arc<ColdTier>>,
+    cold: Option<Arc<dyn ColdTier>>,
     instances: RwLock<BTreeMap<InstanceId, Arc<Instance>>>,
     tombstones: Mutex<BTreeMap<InstanceId, LogPosition>>,
     adoption: Adoption,
@@ -123,23 +125,23 @@ impl NodeStore {
     /// # Errors
     /// When a tier can not be opened. A damaged instance is no error: it is kept and reported in [`Adoption`].
     pub fn open(options: &NodeStoreOptions) -> Result<Arc<Self>, OpenError> {
-        Self::open_with(options, cold_engine::start)
+        Self::open_with(options, cold::open)
     }
 
-    /// [`NodeStore::open`] with another way to start the cold tier's engine.
+    /// [`NodeStore::open`] with another way to open the cold tier.
     pub(crate) fn open_with(
         options: &NodeStoreOptions,
-        start: impl Fn(EngineChoice) -> std::io::Result<Box<dyn ColdEngine>>,
+        open_cold: impl Fn(&ColdOptions, &NodeId, Uuid) -> Result<Arc<dyn ColdTier>, ColdTierError>,
     ) -> Result<Arc<Self>, OpenError> {
         let incarnation = Uuid::now_v7();
         let cold = match &options.cold {
-            Some(cold) => Some(Arc::new(ColdTier::open(cold, &options.node, incarnation, start)?)),
+            Some(cold) => Some(open_cold(cold, &options.node, incarnation)?),
             None => None,
         };
         let memory = MemoryTier::open(&options.memory, &options.node, incarnation)?;
         let in_memory = memory.identity().cluster.clone();
-        let on_disk = cold.as_ref().and_then(|cold| cold.identity().cluster.clone());
-        let cluster = match (in_memory, on_disk) {
+        let on_cold = cold.as_ref().and_then(|cold| cold.cluster());
+        let cluster = match (in_memory, on_cold) {
             (Some(memory), Some(cold)) if memory != cold => return Err(OpenError::TwoClusters { memory, cold }),
             (memory, cold) => cold.or(memory),
         };
@@ -156,6 +158,33 @@ impl NodeStore {
             adoption,
             _damaged: charges,
         }))
+    }
+
+    /// Takes over the cold replicas of nodes that are away, where this node holds nothing of the instance and they outlive their
+    /// node. Like all that was adopted they are served once [`NodeStore::set_standing`] says that the log knows them.
+    ///
+    /// # Errors
+    /// When what holds them does not answer; what was taken over before stays so.
+    pub fn adopt_from(&self, is_away: &dyn Fn(&NodeId) -> bool) -> Result<Vec<InstanceId>, StoreError> {
+        let Some(cold) = &self.cold else { return Ok(Vec::new()) };
+        let here: BTreeSet<String> = self.instances().iter().map(instance_folder).collect();
+        let adopted = cold.clone().adopt(is_away, &|folder| here.contains(folder));
+        let adopted = adopted.map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        let mut instances = Vec::new();
+        for copy in adopted {
+            let instance =
+                adoption::adopt_instance(&self.memory, Some(cold), None, Some(copy), &mut Adoption::default())?;
+            instance.guard(self.memory.objects());
+            instances.push(instance.id.clone());
+            self.write_instances().insert(instance.id.clone(), instance);
+        }
+        Ok(instances)
+    }
+
+    /// Whether the cold tier outlives the node, so that others can take it over.
+    #[must_use]
+    pub fn cold_outlives_node(&self) -> bool {
+        self.cold.as_ref().is_some_and(|cold| cold.outlives_node())
     }
 
     /// The node's durable name.
@@ -179,7 +208,7 @@ impl NodeStore {
     /// What the cold tier runs on, if there is one.
     #[must_use]
     pub fn cold_report(&self) -> Option<&ColdReport> {
-        self.cold.as_deref().map(ColdTier::report)
+        self.cold.as_deref().map(|cold| cold.report())
     }
 
     /// What was found in the folders at start.
@@ -197,7 +226,7 @@ impl NodeStore {
         NodeUsage {
             memory: self.memory.usage(),
             lingering_bytes: self.memory.lingering_bytes(),
-            cold: self.cold.as_deref().map(ColdTier::usage),
+            cold: self.cold.as_deref().map(|cold| cold.budget().usage()),
             instances: instances.len() as u32,
             quarantined: quarantined as u32,
             objects: self.memory.objects().counts(),
@@ -331,7 +360,7 @@ impl NodeStore {
         Ok(instance)
     }
 
-    fn cold(&self) -> Result<&Arc<ColdTier>, StoreError> {
+    fn cold(&self) -> Result<&Arc<dyn ColdTier>, StoreError> {
         self.cold.as_ref().ok_or(StoreError::NoColdTier)
     }
 
