@@ -2,7 +2,7 @@
 //! checked, and remembers durably which of them count (see ARCHITECTURE.md, The cold tier's back-ends). How bytes and
 //! records are kept is the back-end's matter (`cold_disk`, `cold_bucket`); which units are cold is the node store's.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -126,12 +126,13 @@ pub(crate) trait ColdTier: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Takes over what other nodes have here that are away, unless `is_here` says of an instance's folder that this node
-    /// holds something of it already. Nothing where the tier goes with its node.
+    /// Takes over what other nodes have here that are away, and what of an earlier try was not adopted. `held` names the
+    /// instances of which this node holds something already, as folders: of these nothing is taken. Nothing where the tier
+    /// goes with its node.
     fn adopt(
         self: Arc<Self>,
         _is_away: &dyn Fn(&NodeId) -> bool,
-        _is_here: &dyn Fn(&str) -> bool,
+        _held: &dyn Fn() -> BTreeSet<String>,
     ) -> Result<Vec<FoundReplica>, PathError> {
         Ok(Vec::new())
     }

@@ -2,6 +2,7 @@
 //! lies there, and an index written last says which packs count (see ARCHITECTURE.md, The cold tier's back-ends). Keys and
 //! index are in `bucket_index`, requests in `bucket`; which units are cold is the node store's matter.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -153,6 +154,15 @@ impl BucketTier {
         }))
     }
 
+    /// Removes what this node's mark stands for when it could not take that: another node's replica has only the mark from
+    /// it, one without an index nothing else.
+    fn drop_stale(&self, name: &str) -> Result<(), PathError> {
+        match newest(&self.bucket, name)? {
+            Some(_) => self.bucket.remove(&[mark_key(&self.bucket, &self.node, name)]),
+            None => self.remove_remains(name),
+        }
+    }
+
     /// Removes a replica that never had an index, or has none any more.
     fn remove_remains(&self, name: &str) -> Result<(), PathError> {
         self.abort_uploads(name)?;
@@ -231,21 +241,25 @@ impl ColdTier for BucketTier {
     fn scan(self: Arc<Self>) -> Result<Scan, PathError> {
         let mut scan = Scan::default();
         for name in marked_by(&self.bucket, &self.node)? {
-            match self.take(&name, &|owner| *owner == self.node)? {
+            let reason = match self.take(&name, &|owner| *owner == self.node)? {
                 Some(Taken::Whole(found)) => {
-                    scan.found.insert(found.0.records.layout.instance.clone(), *found);
+                    let instance = found.0.records.layout.instance.clone();
+                    if let Entry::Vacant(vacant) = scan.found.entry(instance) {
+                        vacant.insert(*found);
+                        continue;
+                    }
+                    // Not reached by anything this program writes: a node begins a second one when it has lost the first.
+                    "it is a second replica of its instance".to_owned()
                 }
-                Some(Taken::Damaged(reason)) => {
-                    let all = self.bucket.list(&replica_key(&self.bucket, &name, []))?;
-                    let charge = self.budget.charge(all.iter().map(|meta| meta.size).sum());
-                    scan.damaged.push((DamagedFolder { path: self.place_of(&name), reason }, charge));
+                Some(Taken::Damaged(reason)) => reason,
+                None => {
+                    self.drop_stale(&name)?;
+                    continue;
                 }
-                // Another node has taken it over: only the mark is this node's.
-                None if newest(&self.bucket, &name)?.is_some() => {
-                    self.bucket.remove(&[mark_key(&self.bucket, &self.node, &name)])?;
-                }
-                None => self.remove_remains(&name)?,
-            }
+            };
+            let all = self.bucket.list(&replica_key(&self.bucket, &name, []))?;
+            let charge = self.budget.charge(all.iter().map(|meta| meta.size).sum());
+            scan.damaged.push((DamagedFolder { path: self.place_of(&name), reason }, charge));
         }
         Ok(scan)
     }
@@ -257,26 +271,33 @@ impl ColdTier for BucketTier {
     fn adopt(
         self: Arc<Self>,
         is_away: &dyn Fn(&NodeId) -> bool,
-        is_here: &dyn Fn(&str) -> bool,
+        held: &dyn Fn() -> BTreeSet<String>,
     ) -> Result<Vec<FoundReplica>, PathError> {
         let mut adopted: Vec<FoundReplica> = Vec::new();
-        let nodes = bucket_index::nodes(&self.bucket)?;
-        for node in nodes.into_iter().filter(|node| *node != self.node && is_away(node)) {
-            for name in marked_by(&self.bucket, &node)? {
-                let here = |folder: &str| {
-                    is_here(folder) || adopted.iter().any(|(found, _)| found.instance_folder() == folder)
-                };
-                if instance_of(&name).is_none_or(here) {
+        for node in bucket_index::nodes(&self.bucket)? {
+            let is_own = node == self.node;
+            if !is_own && !is_away(&node) {
+                continue;
+            }
+            let marked = marked_by(&self.bucket, &node)?;
+            // Asked for after the marks: what this node makes itself is held before it is marked.
+            let mut held = held();
+            held.extend(adopted.iter().map(|(found, _)| found.instance_folder()));
+            for name in marked {
+                if instance_of(&name).is_none_or(|folder| held.contains(folder)) {
                     continue;
                 }
                 match self.take(&name, &|owner| *owner == node)? {
                     Some(Taken::Whole(found)) => {
-                        tracing::info!(%node, replica = name, "took over the cold replica of a node that is away");
+                        tracing::info!(%node, replica = name, "took over a cold replica");
+                        held.insert(found.0.instance_folder());
                         adopted.push(*found);
                     }
+                    Some(Taken::Damaged(_)) if is_own => {}
                     Some(Taken::Damaged(reason)) => {
                         tracing::warn!(%node, replica = name, reason, "a cold replica can not be taken over; it is kept");
                     }
+                    None if is_own => self.drop_stale(&name)?,
                     None => {}
                 }
             }

@@ -590,6 +590,34 @@ mod buckets {
     }
 
     #[test]
+    fn a_take_over_that_fails_anywhere_is_gone_on_with() {
+        for after in 0.. {
+            assert!(after < 100, "the take-over never ends");
+            let world = World::new(Engine::BucketInMemory);
+            let (id, second) = (instance(1), Folders::new());
+            let lost = world.open();
+            cold(&lost, &id);
+            drop(lost);
+            let other = world.open_as("node-2", &second);
+            world.faults.set(after, Fault::Error);
+            // What was adopted shows below, whether all of it went well or not.
+            let _ = other.adopt_from(&away("node-1"));
+            let came = world.faults.clear();
+            other.adopt_from(&away("node-1")).unwrap();
+            assert_eq!(other.instances(), std::slice::from_ref(&id), "after {after}");
+            serve(&other);
+            assert!(check_readable(&other, &id, &SIZES).cold.is_full(), "after {after}");
+            other.delete_instance(&id, at(4), &Progress::default()).unwrap();
+            let left = world.bucket.as_ref().unwrap().keys();
+            assert!(left.iter().all(|key| key.contains("/nodes/node-1/")), "after {after}: {left:?}");
+            if !came {
+                assert!(after > 5 && left.is_empty(), "every request of the take-over failed once: {after}");
+                break;
+            }
+        }
+    }
+
+    #[test]
     fn a_later_run_of_a_node_shuts_an_earlier_one_out() {
         worlds(|world, _| {
             let (id, second) = (instance(1), Folders::new());

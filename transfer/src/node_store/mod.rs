@@ -25,7 +25,7 @@ mod space_tests;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use ballast_schemas::frame::Tier;
@@ -167,18 +167,21 @@ impl NodeStore {
     /// When what holds them does not answer; what was taken over before stays so.
     pub fn adopt_from(&self, is_away: &dyn Fn(&NodeId) -> bool) -> Result<Vec<InstanceId>, StoreError> {
         let Some(cold) = &self.cold else { return Ok(Vec::new()) };
-        let here: BTreeSet<String> = self.instances().iter().map(instance_folder).collect();
-        let adopted = cold.clone().adopt(is_away, &|folder| here.contains(folder));
-        let adopted = adopted.map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-        let mut instances = Vec::new();
-        for copy in adopted {
-            let instance =
-                adoption::adopt_instance(&self.memory, Some(cold), None, Some(copy), &mut Adoption::default())?;
-            instance.guard(self.memory.objects());
-            instances.push(instance.id.clone());
-            self.write_instances().insert(instance.id.clone(), instance);
+        let held = || self.instances().iter().map(instance_folder).collect();
+        let found = cold.clone().adopt(is_away, &held).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        let mut adopted = Vec::new();
+        for copy in found {
+            match adoption::adopt_instance(&self.memory, Some(cold), None, Some(copy), &mut Adoption::default()) {
+                Ok(instance) => {
+                    instance.guard(self.memory.objects());
+                    adopted.push(instance.id.clone());
+                    self.write_instances().insert(instance.id.clone(), instance);
+                }
+                // It is this node's by now, and found again the next time.
+                Err(error) => tracing::warn!(%error, "a cold replica that was taken over can not be adopted yet"),
+            }
         }
-        Ok(instances)
+        Ok(adopted)
     }
 
     /// Whether the cold tier outlives the node, so that others can take it over.
