@@ -59,8 +59,9 @@ class ObjectStorage:
     def delete(self, key):
         self.client.delete_object(Bucket=BUCKET, Key=key)
 
-    def open_uploads(self):
-        return self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    def open_uploads(self, prefix):
+        found = self.client.list_multipart_uploads(Bucket=BUCKET, Prefix=f"{prefix}/").get("Uploads", [])
+        return [upload["Key"] for upload in found if upload["Key"].startswith(f"{prefix}/")]
 
     def close(self):
         self._server.shutdown()

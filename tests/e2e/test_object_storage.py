@@ -8,6 +8,7 @@ import pytest
 from cluster import MemoryFolder, wait_until
 from conftest import name_of
 from object_storage import SECRET, ObjectStorage
+from test_repair import repaired
 
 PREFIXES = itertools.count()
 
@@ -47,7 +48,7 @@ def put_cold(site, model, which):
 def test_units_go_to_the_bucket_and_come_back(site, storage, prefix, model, fresh, scratch):
     which = fresh()
     put_cold(site, model, which)
-    assert storage.keys(prefix, "/packs/") and not storage.open_uploads()
+    assert storage.keys(prefix, "/packs/") and not storage.open_uploads(prefix)
     site.get_identical(name_of(which), model, scratch / "cold")
     site.cli.json("migrate", name_of(which), "mixed", "--hot-ratio", "0.5", "--wait")
     site.get_identical(name_of(which), model, scratch / "mixed")
@@ -109,8 +110,8 @@ def test_a_flipped_byte_in_an_object_is_found_and_made_again(site, storage, pref
     content[100] ^= 1
     storage.put(key, bytes(content))
     assert "CHECKSUM_MISMATCH" in str(site.cli.refusal("verify", name_of(which)))
-    repaired = lambda: all(check["cold"]["right"] and not check["cold"]["wrong"] for check in site.cli.json("verify", name_of(which)))
-    wait_until(repaired, 60, "the copy is made again")
+    wait_until(lambda: repaired(site) == 1, 60, "the copy is made again")
+    site.settled(which)
     site.cli.json("migrate", name_of(which), "cold", "--wait")
     site.get_identical(name_of(which), model, scratch / "out")
 
@@ -122,7 +123,7 @@ def test_requests_that_the_server_can_not_answer_now_are_repeated(site, storage,
     site.get_identical(name_of(which), model, scratch / "out")
     site.cli.json("migrate", name_of(which), "hot", "--wait")
     assert storage.refused > 5
-    assert not storage.open_uploads()
+    assert not storage.open_uploads(prefix)
 
 
 def test_no_log_holds_a_secret(site, storage, model, fresh):
