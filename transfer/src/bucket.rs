@@ -224,6 +224,20 @@ impl Bucket {
         }
     }
 
+    /// Whether the server writes only where there is nothing when it is asked to: without that, two nodes could own the same
+    /// bytes. `key` is this node's own.
+    pub(crate) fn check_put_if_absent(&self, key: &Path) -> Result<(), PathError> {
+        self.create(key, Vec::new())?;
+        let overwritten = self.create(key, Vec::new())?;
+        self.remove(std::slice::from_ref(key))?;
+        if overwritten {
+            let message =
+                "the server overwrites objects that it was asked to leave alone (If-None-Match); use one that does not";
+            return Err(PathError::new("use", &self.place, io::Error::new(io::ErrorKind::Unsupported, message)));
+        }
+        Ok(())
+    }
+
     /// Every object below a key.
     pub(crate) fn list(&self, below: &Path) -> Result<Vec<ObjectMeta>, PathError> {
         let listed = self.block(self.store.list(Some(below)).try_collect());

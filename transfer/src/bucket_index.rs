@@ -1,6 +1,7 @@
 //! How a bucket remembers what it holds: the keys, and the index of each replica. Nothing is ever changed in place.
 //!
 //! * `cluster`: whose bytes these are.
+//! * `probes/<node>`: there for a moment at a node's start, which tries whether the server keeps to what follows.
 //! * `nodes/<node>/<replica>`: an empty mark: that node made the replica, or took it over. A hint; the index decides.
 //! * `replicas/<replica>/records` and `manifest`: what the seal fixed.
 //! * `replicas/<replica>/packs/…`: bytes of the segments, each object a run of units as they lie there.
@@ -29,6 +30,7 @@ const INDEX: &str = "index";
 const REPLICAS: &str = "replicas";
 const NODES: &str = "nodes";
 const CLUSTER: &str = "cluster";
+const PROBES: &str = "probes";
 
 /// What the seal fixed, but for the manifest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -71,6 +73,11 @@ pub(crate) fn replica_key<'a>(bucket: &Bucket, replica: &'a str, names: impl Int
 /// The key of a node's mark on a replica.
 pub(crate) fn mark_key(bucket: &Bucket, node: &NodeId, replica: &str) -> Path {
     bucket.key([NODES, node.as_str(), replica])
+}
+
+/// Whether the server can be relied on by this node.
+pub(crate) fn check_server(bucket: &Bucket, node: &NodeId) -> Result<(), PathError> {
+    bucket.check_put_if_absent(&bucket.key([PROBES, node.as_str()]))
 }
 
 /// The replicas that a node has marked.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartId, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
 use crate::bucket::Bucket;
@@ -33,6 +33,8 @@ pub(crate) struct TestStore {
     faults: Arc<Faults>,
     uploads: Mutex<BTreeMap<MultipartId, Upload>>,
     next_upload: AtomicU64,
+    /// It overwrites what it was asked to leave alone, as older servers do.
+    pub(crate) overwrites: AtomicBool,
 }
 
 impl std::fmt::Display for TestStore {
@@ -47,7 +49,13 @@ fn broken() -> Error {
 
 impl TestStore {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>, faults: Arc<Faults>) -> Arc<Self> {
-        Arc::new(Self { inner, faults, uploads: Mutex::default(), next_upload: AtomicU64::new(1) })
+        Arc::new(Self {
+            inner,
+            faults,
+            uploads: Mutex::default(),
+            next_upload: AtomicU64::new(1),
+            overwrites: AtomicBool::new(false),
+        })
     }
 
     pub(crate) fn bucket(self: &Arc<Self>) -> Bucket {
@@ -117,7 +125,10 @@ fn flipped(payload: PutPayload) -> PutPayload {
 
 #[async_trait]
 impl ObjectStore for TestStore {
-    async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(&self, location: &Path, payload: PutPayload, mut opts: PutOptions) -> Result<PutResult> {
+        if self.overwrites.load(Ordering::SeqCst) {
+            opts.mode = PutMode::Overwrite;
+        }
         let flip = self.pass().await? && location.as_ref().contains("/packs/");
         self.inner.put_opts(location, if flip { flipped(payload) } else { payload }, opts).await
     }

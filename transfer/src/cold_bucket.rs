@@ -77,6 +77,7 @@ impl BucketTier {
         incarnation: Uuid,
     ) -> Result<Self, PathError> {
         let cluster = bucket_index::cluster(&bucket)?;
+        bucket_index::check_server(&bucket, node)?;
         let quota_bytes = quota_bytes.unwrap_or(GROUP_BYTES_MAX);
         let report =
             ColdReport { place: bucket.place().to_owned(), quota_bytes, how: "object storage (S3 API)".to_owned() };

@@ -475,7 +475,7 @@ fn a_slow_peer_keeps_no_fence_from_rising_and_its_copy_ends_at_it() {
 mod buckets {
     use super::*;
 
-    fn worlds(test: impl Fn(&World, &TestStore)) {
+    fn worlds(test: impl Fn(&World, &Arc<TestStore>)) {
         for engine in [Engine::BucketInMemory, Engine::BucketInFolder] {
             println!("on {engine:?}");
             let world = World::new(engine);
@@ -677,6 +677,17 @@ mod buckets {
             let refused = other.set_cluster(&cluster("cluster-2")).unwrap_err();
             assert_eq!(refused.code(), ErrorCode::Conflict, "{refused}");
             other.set_cluster(&cluster("cluster-1")).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_server_that_overwrites_what_it_should_leave_alone_is_refused() {
+        worlds(|_, bucket| {
+            bucket.overwrites.store(true, std::sync::atomic::Ordering::SeqCst);
+            let node = NodeId::new("node-1").unwrap();
+            let refused = BucketTier::on(bucket.bucket(), None, &node, uuid::Uuid::now_v7()).unwrap_err();
+            assert!(refused.to_string().contains("If-None-Match"), "{refused}");
+            assert_eq!(bucket.keys(), [""; 0]);
         });
     }
 
