@@ -175,7 +175,7 @@ pub struct ConfigArgs {
 #[derive(Debug, Args)]
 pub struct BucketArgs {
     /// Keep the cold tier in object storage instead: s3://BUCKET[/PREFIX], the same for every node of a cluster. Copies there outlive
-    /// the node: another takes them over. Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    /// the node: another takes them over. Also key `cold_url` of the configuration file. Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
     /// AWS_REGION, AWS_ENDPOINT_URL and their kin.
     #[arg(long, env = "BALLAST_COLD_URL", hide_env_values = true, conflicts_with = "cold", value_name = "URL")]
     pub cold_url: Option<String>,
@@ -276,6 +276,10 @@ pub struct TransferWorkerArgs {
     /// Most bytes the cold tier may take; by default what its file system has, or 1 PiB of a bucket.
     #[arg(long, value_parser = size, value_name = "SIZE")]
     pub cold_quota: Option<u64>,
+    /// YAML file with settings, the same for all services of a cluster; of these, `cold_url` is a node's own. Flags and environment
+    /// variables go before it.
+    #[arg(long, env = "BALLAST_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// Unix socket for readers and writers on this host; by default in the memory folder.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,

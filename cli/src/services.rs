@@ -183,7 +183,7 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: args.memory_dir.unwrap_or_else(|| Path::new("/dev/shm").join(format!("ballast-{node}"))),
-        cold: cold_place(args.cold, &args.bucket)?,
+        cold: cold_place(args.cold, &args.bucket, args.config.as_deref())?,
         cold_quota_bytes: args.cold_quota,
     };
     let mut options = transfer_options(client, node.clone(), tiers)?;
@@ -207,17 +207,20 @@ struct Tiers {
     cold_quota_bytes: Option<u64>,
 }
 
-/// Where the cold tier is, if there is one. The address is parsed here and not by the command line, which would repeat what
-/// it can not parse, secrets included.
-fn cold_place(folder: Option<PathBuf>, bucket: &BucketArgs) -> Result<Option<ColdPlace>, BallastError> {
-    let place = match &bucket.cold_url {
-        Some(url) => {
-            let url = url.parse::<BucketUrl>();
-            Some(ColdPlace::Bucket(url.map_err(|error| BallastError::invalid(format!("--cold-url: {error}")))?))
-        }
-        None => folder.map(|folder| ColdPlace::Disk { folder, engine: EngineChoice::Auto }),
-    };
-    Ok(place)
+/// Where the cold tier is, if there is one: a folder that was named, before what a configuration file says. The address is parsed
+/// here and not by the command line, which would repeat what it can not parse, secrets included.
+fn cold_place(
+    folder: Option<PathBuf>,
+    bucket: &BucketArgs,
+    config: Option<&Path>,
+) -> Result<Option<ColdPlace>, BallastError> {
+    let on_disk = |folder| ColdPlace::Disk { folder, engine: EngineChoice::Auto };
+    if folder.is_some() {
+        return Ok(folder.map(on_disk));
+    }
+    let Some(url) = settings::cold_url(bucket.cold_url.as_deref(), config)? else { return Ok(None) };
+    let url = url.parse::<BucketUrl>().map_err(|error| BallastError::invalid(format!("cold_url: {error}")))?;
+    Ok(Some(ColdPlace::Bucket(url)))
 }
 
 fn transfer_options(
@@ -443,7 +446,8 @@ async fn dev_services(
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: memory_dir(args, data),
-        cold: cold_place(Some(cold_dir_of(args, data)), &args.bucket)?,
+        cold: cold_place(args.cold.clone(), &args.bucket, args.config.config.as_deref())?
+            .or_else(|| Some(ColdPlace::Disk { folder: cold_dir_of(args, data), engine: EngineChoice::Auto })),
         cold_quota_bytes: None,
     };
     let transfer =

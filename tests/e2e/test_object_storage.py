@@ -126,6 +126,17 @@ def test_requests_that_the_server_can_not_answer_now_are_repeated(site, storage,
     assert not storage.open_uploads(prefix)
 
 
+def test_the_address_comes_by_flag_environment_or_file(site, storage, prefix, fresh, scratch):
+    config = scratch / "ballast.yaml"
+    config.write_text(f"weight_migration_cooldown_ms: 30000\ncold_url: {storage.url(prefix)}\n")
+    for name, env in (("by-environment", {"BALLAST_COLD_URL": storage.url(prefix)}), ("by-file", {"BALLAST_CONFIG": str(config)})):
+        worker = site.cluster.new_transfer_worker(name, env=env)
+        at = worker.command.index("--cold-url")
+        del worker.command[at:at + 2]
+        worker.start()
+        assert f"in {storage.url(prefix)}, object storage" in worker.output()
+
+
 def test_no_log_holds_a_secret(site, storage, model, fresh):
     which = fresh()
     put_cold(site, model, which)
