@@ -16,9 +16,7 @@ use futures::{StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
-use object_store::{
-    ClientOptions, Error, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig,
-};
+use object_store::{Error, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
@@ -134,7 +132,7 @@ impl Bucket {
         if plain && std::env::var("AWS_ALLOW_HTTP").is_ok_and(|allowed| allowed != "true") {
             return Err(io::Error::other("the endpoint is plain HTTP, which AWS_ALLOW_HTTP forbids"));
         }
-        builder = builder.with_client_options(ClientOptions::new().with_allow_http(plain));
+        builder = builder.with_allow_http(plain);
         // The builder's errors name a setting and never its value.
         let store = builder.build().map_err(io::Error::other)?;
         Self::on(Arc::new(store), url.prefix.clone(), PathBuf::from(url.to_string()))
