@@ -428,10 +428,13 @@ class Cluster:
 
 
 def footprint(*folders):
-    """Files below `folders` by path, with the bytes that each really occupies (a sparse file counts its blocks)."""
+    """Files below `folders` by path, with the bytes that each really occupies (a sparse file counts its blocks). Spare segments
+    are left out: they hold zeros, are nobody's, and are there so that the next import need not wait for memory."""
     files = {}
     for folder in folders:
         for path in pathlib.Path(folder).rglob("*"):
+            if path.parent.name == "spares":
+                continue
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and not path.is_symlink():
                     files[str(path)] = path.stat().st_blocks * 512

@@ -654,13 +654,14 @@ pub enum AdminAction {
 /// `ballast admin confirm-capability`.
 #[derive(Debug, Args)]
 pub struct CapabilityArgs {
-    /// weight_management or weight_lineage.
+    /// weight_management, weight_lineage or weight_sharing.
     #[arg(value_parser = capability)]
     pub capability: Capability,
 }
 
 fn capability(text: &str) -> Result<Capability, String> {
-    Capability::from_name(text).ok_or_else(|| format!("{text:?} is not weight_management or weight_lineage"))
+    Capability::from_name(text)
+        .ok_or_else(|| format!("{text:?} is not weight_management, weight_lineage or weight_sharing"))
 }
 
 /// `ballast admin raise-fold-version`.

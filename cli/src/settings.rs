@@ -151,7 +151,7 @@ weight_migration_max_bytes_per_round: 1073741824
     fn the_file_of_the_rfc_is_read() {
         let given = read(RFC, &[], &[]).unwrap();
         assert_eq!(given.settings.config, ballast_schemas::ClusterConfig::default());
-        assert!(given.settings.capabilities.is_empty());
+        assert_eq!(given.settings.capabilities, [ballast_schemas::Capability::WeightSharing].into());
         assert_eq!(read("# nothing\n", &[], &[]).unwrap().settings, Settings::default());
     }
 

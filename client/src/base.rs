@@ -2,12 +2,16 @@
 //! the node and not sent (ARCHITECTURE.md, Deltas and reuse).
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use ballast_schemas::frame::DerivedUnit;
 use ballast_schemas::{
     BallastError, Digest, ErrorCode, IdentityRequest, MigrationMode, NodeEndpoint, Residency, RevisionIdentity,
     RevisionView, WeightRevisionMetadata,
 };
+use ballast_transfer::DeriveUnit;
 
 use crate::gateway::Gateway;
 use crate::get::GetOptions;
@@ -16,6 +20,9 @@ use crate::store::is_published;
 
 /// How long a failed upsert tries to release its base before it tells of its failure; the release goes on by itself.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long an import tries to get a base that it can do without.
+const REUSE_PATIENCE: Duration = Duration::from_secs(3);
 
 /// What an import takes from another revision.
 #[derive(Clone, Debug)]
@@ -33,19 +40,25 @@ pub(crate) struct Base {
     /// Units by size and checksum: only these can be the same. Whether they are is told by their BLAKE3.
     units: HashMap<(u64, u64), u32>,
     sizes: HashSet<u64>,
+    /// What opens the nodes' doors to it, and the nodes that hold it.
+    door: Mutex<(String, Vec<NodeEndpoint>)>,
+    /// It could not be read: whoever can do without it does.
+    given_up: AtomicBool,
 }
 
 impl Base {
     /// Acquires a lease on what the import takes from; `None` when it does without.
     pub(crate) async fn open(gateway: &Gateway, base: &BaseUse) -> Result<Option<Self>, BallastError> {
         match base {
-            BaseUse::Reuse(identity) => match Self::open_for_reuse(gateway, identity).await {
-                Ok(base) => Ok(base),
-                Err(error) => {
-                    tracing::debug!(base = %identity, %error, "nothing of the base is used again");
-                    Ok(None)
+            BaseUse::Reuse(identity) => {
+                let opening = tokio::time::timeout(REUSE_PATIENCE, Self::open_for_reuse(gateway, identity));
+                match opening.await {
+                    Ok(Ok(base)) => return Ok(base),
+                    Ok(Err(error)) => tracing::debug!(base = %identity, %error, "nothing of the base is used again"),
+                    Err(_) => tracing::debug!(base = %identity, "the base is not waited for any longer"),
                 }
-            },
+                Ok(None)
+            }
             BaseUse::Derive(identity, manifest) => {
                 let reading = Reading::open(gateway, identity, &GetOptions::default()).await?;
                 let found = reading.manifest().sha256();
@@ -73,22 +86,61 @@ impl Base {
         let units = (0..).zip(reading.manifest().units()).filter(|(_, unit)| unit.extent_bytes > 0);
         let units: HashMap<_, _> = units.map(|(number, unit)| ((unit.extent_bytes, unit.crc64), number)).collect();
         let sizes = units.keys().map(|(bytes, _)| *bytes).collect();
-        Self { reading, units, sizes }
+        let (token, holders) = reading.door();
+        let door = Mutex::new((token.to_owned(), holders.to_vec()));
+        Self { reading, units, sizes, door, given_up: AtomicBool::new(false) }
     }
 
     /// The unit of the base that may have these bytes.
     pub(crate) fn candidate(&self, bytes: u64, crc64: u64) -> Option<u32> {
+        if self.is_given_up() {
+            return None;
+        }
         self.units.get(&(bytes, crc64)).copied()
     }
 
     /// Whether any unit of the base has this size.
     pub(crate) fn has_size(&self, bytes: u64) -> bool {
-        self.sizes.contains(&bytes)
+        !self.is_given_up() && self.sizes.contains(&bytes)
     }
 
     /// What opens the nodes' doors to it, and the nodes that hold it.
-    pub(crate) fn door(&self) -> (&str, &[NodeEndpoint]) {
-        self.reading.door()
+    pub(crate) fn door(&self) -> (String, Vec<NodeEndpoint>) {
+        self.door.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Asks for both again: tokens end, and holders change.
+    pub(crate) async fn renew_door(&self) -> Result<(), BallastError> {
+        let door = self.reading.new_door().await?;
+        *self.door.lock().unwrap_or_else(PoisonError::into_inner) = door;
+        Ok(())
+    }
+
+    /// Nobody who can do without it tries to read it any more.
+    pub(crate) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
+    }
+
+    /// Compares what a node has read of the base with the manifest: whoever it had that from need not be believed.
+    pub(crate) fn check(&self, asked: &[DeriveUnit<'_>], derived: &[DerivedUnit]) -> Result<(), BallastError> {
+        let units = self.reading.manifest().units();
+        for (asked, made) in asked.iter().zip(derived) {
+            let expected = units.get(asked.base_unit as usize).map(|unit| unit.crc64);
+            if expected != Some(made.base_crc64) {
+                let message = format!(
+                    "unit {} of the base was made out of bytes with checksum {:016x}; its manifest says {:016x}",
+                    asked.base_unit,
+                    made.base_crc64,
+                    expected.unwrap_or_default()
+                );
+                return Err(BallastError::new(ErrorCode::ChecksumMismatch, message));
+            }
+        }
+        Ok(())
     }
 
     /// Ends the lease. Whether it had lapsed does not matter: the node has compared every byte that it took.

@@ -29,7 +29,10 @@ pub async fn resolve(store: &WeightStore, name: &str) -> Result<RevisionIdentity
 }
 
 /// The record of a lineage's newest READY generation.
-async fn newest_ready(store: &WeightStore, lineage: &LineageKey) -> Result<WeightRevisionMetadata, BallastError> {
+pub(crate) async fn newest_ready(
+    store: &WeightStore,
+    lineage: &LineageKey,
+) -> Result<WeightRevisionMetadata, BallastError> {
     let all = generations(store, lineage).await?;
     // Retired: about to be deleted, and closed to new readers.
     let ready = |found: &&WeightRevisionMetadata| found.availability == Availability::Ready && !found.retired;

@@ -6,8 +6,7 @@ use std::collections::HashMap;
 use ballast_schemas::BallastError;
 use ballast_schemas::frame::{OfferedFragment, Offers};
 use ballast_schemas::manifest::ManifestPlan;
-use ballast_transfer::checksum;
-use crc_fast::{CrcAlgorithm, checksum_combine};
+use ballast_transfer::{checksum, of_parts};
 
 use crate::source::{Data, UnitSource};
 
@@ -131,10 +130,11 @@ impl Pieces {
         given
     }
 
-    /// The tensor of the box at this place, and how the box is called in a sentence.
+    /// The tensor of the box that this byte is in, and how the box is called in a sentence.
     pub(crate) fn name_at(&self, unit: u32, unit_offset: u64) -> Option<(&str, String)> {
         let all = self.of_unit.get(&unit)?;
-        let piece = all.iter().find(|piece| piece.unit_offset == unit_offset && piece.bytes > 0)?;
+        let holds = |piece: &&Piece| (piece.unit_offset..piece.unit_offset + piece.bytes).contains(&unit_offset);
+        let piece = all.iter().find(holds)?;
         let shown = match all.len() {
             1 => format!("tensor {:?}", piece.tensor),
             _ => format!("the box of {:?} at {:?} of tensor {:?}", piece.shape, piece.offset, piece.tensor),
@@ -203,25 +203,16 @@ impl Pieces {
 
 /// The checksum of a unit's extent: its boxes with zeros between them.
 fn whole(pieces: &[Piece]) -> u64 {
-    let mut end = 0;
-    let mut sum = checksum(&[]);
-    let mut push = |checksum: u64, bytes: u64| {
-        if bytes > 0 {
-            sum = checksum_combine(CrcAlgorithm::Crc64Nvme, sum, checksum, bytes);
-        }
-    };
-    for piece in pieces.iter().filter(|piece| piece.bytes > 0) {
-        let zeros = vec![0; usize::try_from(piece.unit_offset - end).unwrap_or(0)];
-        push(checksum(&zeros), zeros.len() as u64);
-        push(piece.checksum.unwrap_or_default(), piece.bytes);
-        end = piece.unit_offset + piece.bytes;
-    }
-    sum
+    let parts = pieces.iter().filter(|piece| piece.bytes > 0);
+    let parts = parts.map(|piece| (piece.unit_offset, piece.bytes, piece.checksum.unwrap_or_default()));
+    // The plan packs them: they neither overlap nor lie further apart.
+    of_parts(parts).map_or(0, |(sum, _)| sum)
 }
 
 #[cfg(test)]
 mod tests {
     use ballast_schemas::RevisionIdentity;
+    use ballast_schemas::frame::FragmentOffer;
 
     use super::*;
     use crate::source::{ShardedTensor, Source};
@@ -256,6 +247,40 @@ mod tests {
         let mut checksums = vec![None];
         pieces.complete(&mut checksums).unwrap();
         assert_eq!(checksums, [Some(checksum(&extent))]);
+    }
+
+    #[test]
+    fn what_nobody_can_bring_is_there_and_a_byte_is_called_by_its_box() {
+        let (plan, units) = {
+            let tensor = |name: &str, shape: Vec<u64>, fragments| ShardedTensor {
+                name: name.into(),
+                dtype: "F32".into(),
+                shape,
+                aliases: vec![],
+                layer_id: None,
+                expert_id: None,
+                parallel_axes: vec![],
+                fragments,
+            };
+            let halves = vec![(vec![0, 0], vec![3, 5]), (vec![3, 0], vec![3, 5])];
+            let source = [tensor("none", vec![0, 5], vec![]), tensor("w", vec![6, 5], halves)];
+            let identity = RevisionIdentity::new("default", "default", "m", "main", 1).unwrap();
+            Source::from_shards(source.to_vec()).unwrap().plan(&identity).unwrap()
+        };
+        let mut pieces = Pieces::new(&plan, &units);
+        let unit = pieces.find("w", Some((&[3, 0], &[3, 5])), 60).unwrap().unit;
+        assert_eq!(pieces.name_at(unit, 256 + 59).unwrap().1, "the box of [3, 5] at [3, 0] of tensor \"w\"");
+        assert_eq!(pieces.name_at(unit, 60), None);
+        let held = |offset| FragmentOffer {
+            fragment: OfferedFragment { unit, offset, bytes: 60, crc64: 7 },
+            participant: 0,
+            held: true,
+            differs: None,
+        };
+        pieces.note_held(&Offers { participants: vec![], fragments: vec![held(0), held(256)] });
+        let mut checksums = vec![None; units.len()];
+        pieces.complete(&mut checksums).unwrap();
+        assert_eq!(checksums[1 - unit as usize], Some(checksum(&[])));
     }
 
     #[test]

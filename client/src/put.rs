@@ -24,7 +24,7 @@ use crate::part::{PartWriter, checksums_of_parts, expect_later, share, wait_for_
 use crate::pieces::Pieces;
 use crate::progress::{Phase, Progress};
 use crate::reading::Reading;
-use crate::session::{OpenSession, new_session_id};
+use crate::session::{OpenSession, new_session_id, new_writer_id};
 use crate::source::{Source, UnitSource};
 use crate::store::is_published;
 use crate::upload::Upload;
@@ -55,7 +55,8 @@ pub(crate) struct PutRequest {
     pub(crate) base: Option<BaseUse>,
 }
 
-/// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer aborts.
+/// A revision being published. [`PutWriter::commit`] makes it READY; dropping the writer gives it up, as
+/// [`PutWriter::give_up`] does.
 #[derive(Debug)]
 pub struct PutWriter {
     gateway: Gateway,
@@ -79,7 +80,7 @@ pub(crate) struct Gathered {
     bytes: Vec<u8>,
     /// The units of the base that may be the same.
     candidates: Vec<Option<u32>>,
-    units: HashSet<u32>,
+    places: HashSet<(u32, u64)>,
 }
 
 impl Gathered {
@@ -87,9 +88,14 @@ impl Gathered {
         self.bytes.len() >= GATHERED_BYTES || self.ranges.len() >= GATHERED_RANGES
     }
 
+    /// Whether something was gathered for this place.
+    pub(crate) fn has(&self, unit: u32, offset: u64) -> bool {
+        self.places.contains(&(unit, offset))
+    }
+
     /// `candidate`: the unit of a replacement's base that may be the same.
     pub(crate) fn push(&mut self, range: ByteRange, bytes: &[u8], candidate: Option<u32>) {
-        self.units.insert(range.unit);
+        self.places.insert((range.unit, range.offset));
         self.ranges.push(range);
         self.bytes.extend_from_slice(bytes);
         self.candidates.push(candidate);
@@ -146,7 +152,8 @@ impl PutWriter {
         let started = Instant::now();
         let sharing = source.sharing.clone();
         let (plan, units) = source.plan(&request.identity)?;
-        if sharing.is_some() {
+        if let Some(sharing) = &sharing {
+            sharing.check()?;
             expect_later(&units)?;
         }
         let layout = GroupLayout::new(&plan.extents()).map_err(|error| BallastError::invalid(error.to_string()))?;
@@ -163,6 +170,7 @@ impl PutWriter {
             reserved_bytes: layout.padded_bytes(),
             unit_count: plan.unit_count(),
             participants: sharing.as_ref().map(|sharing| sharing.participants.clone()).unwrap_or_default(),
+            writer_id: sharing.is_some().then(new_writer_id).transpose()?,
         };
         // Giving up the import of a replacement's target would end the replacement.
         let again = request.claim.is_none() && sharing.is_none();
@@ -288,7 +296,7 @@ impl PutWriter {
         let range = ByteRange { unit: place.unit, offset: place.unit_offset, bytes: bytes.len() as u64 };
         let candidate = self.candidate(&range, sum);
         // A tensor that is given again comes after what was given before.
-        let again = candidate.is_some() && self.gathered.units.contains(&range.unit);
+        let again = candidate.is_some() && self.gathered.has(range.unit, range.offset);
         if again || bytes.len() >= SMALL_BYTES {
             self.send_gathered().await?;
         }
@@ -364,7 +372,8 @@ impl PutWriter {
                 // The target has all that it needs of it, or never will.
                 upload.release_base().await;
                 let transport = upload.transport();
-                let revision = publish(session, sealed, &self.progress, bytes).await?;
+                let published = publish(session, sealed, &self.progress, bytes, None).await;
+                let revision = published.map_err(|error| unpublished(error, PUT_AGAIN))?;
                 (revision, false, Some(transport), upload.reused_bytes())
             }
             Work::Shared { session, mut upload, part, patience } => {
@@ -374,6 +383,10 @@ impl PutWriter {
                         part.finish().await?;
                     }
                     wait_for_parts(&session, &mut upload, &self.pieces, patience, &self.progress).await?;
+                    if let Some(sealed) = upload.sealed().await? {
+                        // An earlier coordinator has come this far; its session admits no other geometry.
+                        return Ok(sealed);
+                    }
                     let checksums = checksums_of_parts(&mut upload, &self.pieces, self.checksums).await?;
                     seal(&mut upload, self.plan, &checksums, &self.progress).await
                 };
@@ -382,7 +395,10 @@ impl PutWriter {
                     error = lost => Err(error),
                 };
                 let transport = upload.transport();
-                (publish(session, sealed, &self.progress, bytes).await?, false, Some(transport), 0)
+                let parts = Some((&mut upload, &self.pieces, patience));
+                let published = publish(session, sealed, &self.progress, bytes, parts).await;
+                let revision = published.map_err(|error| unpublished(error, SHARE_AGAIN))?;
+                (revision, false, Some(transport), 0)
             }
         };
         let elapsed = self.started.elapsed();
@@ -393,10 +409,22 @@ impl PutWriter {
         Ok(PutReport { revision, claim, existed, bytes, elapsed, transport, reused_bytes })
     }
 
+    /// Gives the import up after an error: as [`PutWriter::abort`], but a session of several participants that another run of
+    /// its coordinator has opened, or has taken over since, is left open with what they have brought.
+    ///
+    /// # Errors
+    /// As [`PutWriter::abort`].
+    pub async fn give_up(self) -> Result<(), BallastError> {
+        match &self.work {
+            Work::Shared { session, .. } if !session.is_own() => Ok(()),
+            _ => self.abort().await,
+        }
+    }
+
     /// Gives the import up; its bytes are deleted.
     ///
     /// # Errors
-    /// `UNAVAILABLE` when nobody answers; the session then ends by itself.
+    /// `UNAVAILABLE` when nobody answers; the session then ends by itself. `CONFLICT` when another run has taken it over.
     pub async fn abort(self) -> Result<(), BallastError> {
         match self.work {
             Work::Importing { session, mut upload } | Work::Shared { session, mut upload, .. } => {
@@ -422,39 +450,56 @@ async fn seal(
     Ok(manifest.sha256())
 }
 
-/// Commits what was sealed, or gives the import up.
+/// Commits what was sealed, or gives the import up. With `parts`, a participant of which another run has joined since the seal
+/// is waited for once more: it finds its bytes there, or says that it has others.
 async fn publish(
     mut session: OpenSession,
     sealed: Result<Digest, BallastError>,
     progress: &Progress,
     bytes: u64,
+    mut parts: Option<(&mut Upload, &Pieces, Duration)>,
 ) -> Result<WeightRevisionMetadata, BallastError> {
-    let published = match sealed {
-        Ok(sha256) => {
-            progress.tell(Phase::Committing, bytes, bytes);
-            session.commit(sha256).await
+    let published = async {
+        let sha256 = sealed?;
+        progress.tell(Phase::Committing, bytes, bytes);
+        loop {
+            match (session.commit(sha256).await, &mut parts) {
+                (Err(error), Some((upload, pieces, patience))) if error.details["participants"].is_array() => {
+                    progress.waiting(error.message);
+                    wait_for_parts(&session, upload, pieces, *patience, progress).await?;
+                }
+                (published, _) => return published,
+            }
         }
-        Err(error) => Err(error),
     };
-    match published {
+    match published.await {
         Ok(revision) => Ok(revision),
         Err(error) => {
             give_up(session).await;
-            Err(unpublished(error))
+            Err(error)
         }
     }
 }
 
+const PUT_AGAIN: &str = "the same put again publishes it, or finds it published";
+/// Nobody holds the whole of it, which would have to be compared.
+const SHARE_AGAIN: &str =
+    "its metadata tells whether the revision is READY all the same; if not, all participants put it again";
+
 /// A fault on the way says what became of the revision.
-fn unpublished(mut error: BallastError) -> BallastError {
+fn unpublished(mut error: BallastError, then: &str) -> BallastError {
     if error.code == ErrorCode::Unavailable {
-        error.message.push_str("; the import was given up: the same put again publishes it, or finds it published");
+        error.message.push_str("; the import was given up: ");
+        error.message.push_str(then);
     }
     error
 }
 
+/// After an error. What is not this run's own is left to others.
 async fn give_up(session: OpenSession) {
-    if let Err(error) = session.abort(ABORT_PATIENCE).await {
+    if session.is_own()
+        && let Err(error) = session.abort(ABORT_PATIENCE).await
+    {
         tracing::warn!(%error, "an import was not aborted; its session ends by itself");
     }
 }

@@ -130,6 +130,12 @@ impl Reading {
         (&self.token, &self.endpoints)
     }
 
+    /// The same, as it is by now.
+    pub(crate) async fn new_door(&self) -> Result<(String, Vec<NodeEndpoint>), BallastError> {
+        let AcquireLeaseReply { token, endpoints, .. } = self.lease.again().await?;
+        Ok((token, endpoints))
+    }
+
     /// Connects to every node that can be reached and asks what it holds. Those on this host are mapped.
     pub(crate) async fn holders(&self) -> (Vec<Holder>, Option<BallastError>) {
         let mut holders = Vec::new();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ballast_schemas::{
     BallastError, BeginImportReply, BeginImportRequest, CommitImportRequest, Digest, ErrorCode, ImportReply,
-    RevisionReply, SessionId, SessionRequest, TenantId, WeightRevisionMetadata,
+    RevisionReply, SessionId, SessionRequest, TenantId, WeightRevisionMetadata, WriterId,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -27,11 +27,17 @@ pub(crate) fn new_session_id() -> Result<SessionId, BallastError> {
     SessionId::new(Uuid::new_v4().to_string()).map_err(|error| BallastError::invalid(error.to_string()))
 }
 
-/// An open session. Dropping it aborts the import in the background.
+pub(crate) fn new_writer_id() -> Result<WriterId, BallastError> {
+    WriterId::new(Uuid::new_v4().to_string()).map_err(|error| BallastError::invalid(error.to_string()))
+}
+
+/// An open session. Dropping it aborts the import in the background, if it is this run's own.
 #[derive(Debug)]
 pub(crate) struct OpenSession {
     gateway: Gateway,
     request: SessionRequest,
+    /// It has several writers: another run of their coordinator finds it by its name.
+    shared: bool,
     renewer: Option<AbortHandle>,
     lost: watch::Receiver<Option<BallastError>>,
     ended: bool,
@@ -51,7 +57,12 @@ impl OpenSession {
         // Made before the request is sent: a session that opens while its caller gives up is aborted all the same.
         let mut session = Self {
             gateway: gateway.clone(),
-            request: SessionRequest { identity: identity.clone(), session_id: request.session_id.clone() },
+            request: SessionRequest {
+                identity: identity.clone(),
+                session_id: request.session_id.clone(),
+                coordinator: None,
+            },
+            shared: request.writer_id.is_some(),
             renewer: None,
             lost,
             ended: false,
@@ -62,6 +73,7 @@ impl OpenSession {
             wait_while(progress, MAKING_ROOM_PATIENCE, is_making_room, undisturbed).await.inspect_err(|error| {
                 session.ended = error.code != ErrorCode::Unavailable;
             })?;
+        session.request.coordinator = reply.session.coordinator();
         let (tenant, body) = (identity.tenant_id.clone(), session.request.clone());
         session.renewer = Some(keep_alive(gateway.clone(), tenant, "renew_import", body, request.ttl_ms, send_lost));
         Ok((session, reply))
@@ -77,6 +89,13 @@ impl OpenSession {
         self.gateway.call(&self.request.identity.tenant_id, "get_import", &self.request).await
     }
 
+    /// Whether the import ends with this run. Not one with several writers that another run has begun or taken over, nor one
+    /// whose begin was not answered and that may be such a one: their bytes are in it, and it ends by itself when nobody comes.
+    pub(crate) fn is_own(&self) -> bool {
+        let is_first = self.request.coordinator.as_ref().is_some_and(|own| own.epoch == 1);
+        !self.shared || (is_first && self.lost.borrow().is_none())
+    }
+
     /// Ends with the reason once the session is lost; never before.
     pub(crate) fn lost(&self) -> impl Future<Output = BallastError> + Send + use<> {
         until_lost(self.lost.clone())
@@ -84,9 +103,9 @@ impl OpenSession {
 
     /// Publishes what was sealed with this manifest.
     pub(crate) async fn commit(&mut self, manifest_sha256: Digest) -> Result<WeightRevisionMetadata, BallastError> {
-        let SessionRequest { identity, session_id } = self.request.clone();
+        let SessionRequest { identity, session_id, coordinator } = self.request.clone();
         let tenant = identity.tenant_id.clone();
-        let body = CommitImportRequest { identity, session_id, manifest_sha256 };
+        let body = CommitImportRequest { identity, session_id, manifest_sha256, coordinator };
         let reply: RevisionReply = self.gateway.call(&tenant, "commit_import", &body).await?;
         self.ended = true;
         self.stop_renewing();
@@ -152,7 +171,7 @@ pub(crate) async fn until_lost(mut lost: watch::Receiver<Option<BallastError>>) 
 impl Drop for OpenSession {
     fn drop(&mut self) {
         self.stop_renewing();
-        if self.ended {
+        if self.ended || !self.is_own() {
             return;
         }
         let (gateway, body) = (self.gateway.clone(), self.request.clone());

@@ -7,10 +7,11 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use ballast_schemas::frame::{ByteRange, DerivedUnit, OFFERS_MAX, OfferedFragment, Offers, SourceRange};
 use ballast_schemas::manifest::Manifest;
-use ballast_schemas::{BallastError, Bitmap, Digest, ErrorCode, NodeEndpoint};
+use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint};
 use ballast_transfer::{DeriveUnit, NodeConnection, Route, UnitPatch, checksum};
 use bytes::Bytes;
 use serde_json::json;
@@ -24,8 +25,13 @@ use crate::source::{Data, SourceFile, UnitSource};
 
 /// Bytes of one share: small enough that lanes end together, large enough that requests do not matter.
 const BATCH_BYTES: u64 = 64 << 20;
+/// Bytes hashed at a time.
+const HASH_BYTES: usize = 16 << 20;
 /// Units of one share.
 const BATCH_UNITS: usize = 4096;
+/// How often units of a delta are made until they are there, and after which pause when a node could not be reached.
+const MAKE_TRIES: u32 = 4;
+const MAKE_AGAIN_AFTER: Duration = Duration::from_millis(250);
 /// Names listed in one error's sentence, and in its details.
 const NAMES_SHOWN: usize = 3;
 const NAMES_DETAILED: usize = 100;
@@ -43,7 +49,6 @@ pub(crate) struct Upload {
 
 #[derive(Debug)]
 struct Target {
-    endpoint: NodeEndpoint,
     /// The connection that took the room and will seal.
     control: Lane,
 }
@@ -52,17 +57,43 @@ struct Target {
 #[derive(Debug)]
 struct Lane {
     connection: NodeConnection,
-    /// The base was named on it.
-    has_base: bool,
+    /// How it was made, to make it again.
+    endpoint: NodeEndpoint,
+    token: String,
+    route: Route,
+    /// The base was named on it; and whether the node has it itself.
+    base_is_here: Option<bool>,
 }
 
 impl Lane {
-    fn new(connection: NodeConnection) -> Self {
-        Self { connection, has_base: false }
+    async fn connect(endpoint: &NodeEndpoint, token: &str, route: Route) -> Result<Self, BallastError> {
+        let connection = connect(endpoint, token, route).await?;
+        Ok(Self { connection, endpoint: endpoint.clone(), token: token.to_owned(), route, base_is_here: None })
+    }
+
+    /// Goes on over another connection if this one is of no more use, or the node has closed it, as it does when nothing was
+    /// asked for long.
+    async fn keep_usable(&mut self) -> Result<(), BallastError> {
+        if !self.connection.is_usable() || !self.connection.is_open() {
+            self.connection = connect(&self.endpoint, &self.token, self.route).await?;
+            self.base_is_here = None;
+        }
+        Ok(())
     }
 
     fn transport(&self) -> Transport {
         self.connection.transport().into()
+    }
+
+    /// Names the base to the node, once; whether the node has it itself.
+    async fn open(&mut self, base: &Base) -> Result<bool, BallastError> {
+        if let Some(here) = self.base_is_here {
+            return Ok(here);
+        }
+        let (token, holders) = base.door();
+        let here = self.connection.open_base(&token, &holders).await?;
+        self.base_is_here = Some(here);
+        Ok(here)
     }
 
     async fn derive(
@@ -71,27 +102,85 @@ impl Lane {
         units: &[DeriveUnit<'_>],
         progress: impl FnMut(u64),
     ) -> Result<Vec<DerivedUnit>, BallastError> {
-        if !self.has_base {
-            let (token, holders) = base.door();
-            self.connection.open_base(token, holders).await?;
-            self.has_base = true;
-        }
-        Ok(self.connection.derive(units, progress).await?)
+        let derived = self.connection.derive(units, progress).await?;
+        base.check(units, &derived)?;
+        Ok(derived)
     }
 
-    /// Which of the units the node has taken from the base. That the base can not be read is no failure: then they are sent.
+    /// Makes units that nobody can send. A copy of the base that is lost or wrong is no failure while there is another one.
+    async fn make(
+        &mut self,
+        base: &Base,
+        units: &[DeriveUnit<'_>],
+        progress: impl Fn(u64),
+    ) -> Result<Vec<DerivedUnit>, BallastError> {
+        let (mut tries, mut told) = (MAKE_TRIES, 0);
+        loop {
+            let mut done = 0;
+            // What is made again was told of before.
+            let tell = |bytes| {
+                done += bytes;
+                progress(done.max(told) - told);
+                told = told.max(done);
+            };
+            let made = match self.open(base).await {
+                Ok(_) => self.derive(base, units, tell).await,
+                Err(error) => Err(error),
+            };
+            let error = match made {
+                Err(error) if tries > 1 => error,
+                made => return made,
+            };
+            tries -= 1;
+            match error.code {
+                // The node has given that copy up, or will not ask that holder for it any more.
+                ErrorCode::ChecksumMismatch => {}
+                ErrorCode::Unavailable | ErrorCode::Unauthorized => {
+                    tokio::time::sleep(MAKE_AGAIN_AFTER).await;
+                    base.renew_door().await?;
+                    self.base_is_here = None;
+                }
+                _ => return Err(error),
+            }
+            tracing::debug!(%error, "units are made out of the base once more");
+            self.keep_usable().await?;
+        }
+    }
+
+    /// Which of the units the node has taken from the base. That the base can not be read is no failure: then they are sent, and
+    /// it is not tried again.
     async fn reuse(&mut self, base: &Base, units: &[DeriveUnit<'_>]) -> Result<HashSet<u32>, BallastError> {
-        if units.is_empty() {
+        if units.is_empty() || base.is_given_up() {
             return Ok(HashSet::new());
         }
-        match self.derive(base, units, |_| {}).await {
-            Ok(derived) => Ok(derived.into_iter().filter(|unit| unit.same).map(|unit| unit.unit).collect()),
-            Err(error) if self.connection.is_usable() => {
-                tracing::debug!(%error, "units of the base are sent after all");
-                Ok(HashSet::new())
+        let derived = match self.open(base).await {
+            // From one node to another bytes go no faster than from here, where they are in memory or in the page cache.
+            Ok(false) if self.transport() == Transport::Local => {
+                base.give_up();
+                return Ok(HashSet::new());
             }
-            Err(error) => Err(error),
+            Ok(_) => self.derive(base, units, |_| {}).await,
+            Err(error) => {
+                base.give_up();
+                Err(error)
+            }
+        };
+        let error = match derived {
+            Ok(derived) => return Ok(derived.into_iter().filter(|unit| unit.same).map(|unit| unit.unit).collect()),
+            Err(error) => error,
+        };
+        tracing::debug!(%error, "units of the base are sent after all");
+        match error.code {
+            // Of these units only.
+            ErrorCode::InvalidArgument | ErrorCode::ChecksumMismatch => {}
+            // Its token has ended.
+            ErrorCode::Unauthorized if !base.is_given_up() && base.renew_door().await.is_ok() => {
+                self.base_is_here = None;
+            }
+            _ => base.give_up(),
         }
+        self.keep_usable().await?;
+        Ok(HashSet::new())
     }
 }
 
@@ -134,9 +223,9 @@ impl Upload {
             reused_bytes: AtomicU64::new(0),
         };
         for endpoint in endpoints {
-            let mut control = connect(endpoint, token, upload.route).await?;
-            control.allocate(extents).await?;
-            upload.nodes.push(Target { endpoint: endpoint.clone(), control: Lane::new(control) });
+            let mut control = Lane::connect(endpoint, token, upload.route).await?;
+            control.connection.allocate(extents).await?;
+            upload.nodes.push(Target { control });
         }
         if upload.nodes.is_empty() {
             return Err(BallastError::new(ErrorCode::Unavailable, "the import was placed on no node; begin it again"));
@@ -181,13 +270,15 @@ impl Upload {
         buffers: &[&[u8]],
         candidates: &[Option<u32>],
     ) -> Result<(), BallastError> {
-        let alike = ranges.iter().zip(buffers).zip(candidates).filter_map(|((range, buffer), candidate)| {
-            let base_unit = (*candidate)?;
-            let blake3 = Some(Digest::from_bytes(*blake3::hash(buffer).as_bytes()));
-            Some(DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None })
-        });
-        let alike: Vec<DeriveUnit<'_>> = alike.collect();
+        let mut alike = Vec::new();
+        for ((range, buffer), candidate) in ranges.iter().zip(buffers).zip(candidates) {
+            if let Some(base_unit) = *candidate {
+                let blake3 = Some(blake3_of(buffer).await);
+                alike.push(DeriveUnit { unit: range.unit, base_unit, bytes: range.bytes, blake3, patch: None });
+            }
+        }
         for (number, node) in self.nodes.iter_mut().enumerate() {
+            node.control.keep_usable().await?;
             let same = match &self.base {
                 Some(base) => node.control.reuse(base, &alike).await?,
                 None => HashSet::new(),
@@ -214,7 +305,8 @@ impl Upload {
     ) -> Result<u64, BallastError> {
         let mut sent = 0;
         for node in &mut self.nodes {
-            let wanted = node.offer(fragments).await?;
+            node.control.keep_usable().await?;
+            let wanted = node.control.connection.offer(fragments).await?;
             let ranges: Vec<ByteRange> = wanted.iter().map(|at| range_of(&fragments[at as usize])).collect();
             let buffers: Vec<&[u8]> = wanted.iter().map(|at| buffers[at as usize]).collect();
             if !ranges.is_empty() {
@@ -225,25 +317,45 @@ impl Upload {
         Ok(sent)
     }
 
-    /// Has every node compare what it got of these fragments. Answers one that is not there as it was offered.
-    pub(crate) async fn missing(&mut self, fragments: &[OfferedFragment]) -> Result<Option<usize>, BallastError> {
+    /// Has every node compare what it got of these fragments. Answers those that are not there as they were offered.
+    pub(crate) async fn missing(
+        &mut self,
+        fragments: &[OfferedFragment],
+    ) -> Result<Vec<OfferedFragment>, BallastError> {
+        let mut missing = Vec::new();
         for node in &mut self.nodes {
-            for (batch, offered) in fragments.chunks(OFFERS_MAX).enumerate() {
-                if let Some(at) = node.offer(offered).await?.iter().next() {
-                    return Ok(Some(batch * OFFERS_MAX + at as usize));
-                }
+            node.control.keep_usable().await?;
+            for offered in fragments.chunks(OFFERS_MAX) {
+                let wanted = node.control.connection.offer(offered).await?;
+                missing.extend(wanted.iter().map(|at| offered[at as usize]));
             }
         }
-        Ok(None)
+        missing.sort_unstable_by_key(|fragment| (fragment.unit, fragment.offset));
+        missing.dedup();
+        Ok(missing)
     }
 
-    /// What the participants have offered to each node.
+    /// What the participants have offered to each node that has not sealed the import.
     pub(crate) async fn offers(&mut self, conflicts: bool) -> Result<Vec<Offers>, BallastError> {
         let mut all = Vec::with_capacity(self.nodes.len());
         for node in &mut self.nodes {
-            all.push(node.control.connection.read_offers(conflicts).await?);
+            node.control.keep_usable().await?;
+            if !node.control.connection.describe().await?.sealed {
+                all.push(node.control.connection.read_offers(conflicts).await?);
+            }
         }
         Ok(all)
+    }
+
+    /// The manifest that every node has sealed the import with, by an earlier coordinator; `None` while one has not.
+    pub(crate) async fn sealed(&mut self) -> Result<Option<Digest>, BallastError> {
+        let mut found = Vec::with_capacity(self.nodes.len());
+        for node in &mut self.nodes {
+            node.control.keep_usable().await?;
+            found.push(node.control.connection.describe().await?.manifest_sha256);
+        }
+        // Nodes that were sealed with different manifests refuse the seal, or the commit.
+        Ok(found.iter().all(Option::is_some).then(|| found.first().copied().flatten()).flatten())
     }
 
     /// Sends every unit whose bytes are at hand and answers the checksums of all.
@@ -267,17 +379,23 @@ impl Upload {
             let found = (node == 0).then_some(&found);
             let mut lanes = Vec::with_capacity(lane_count);
             for lane in 0..lane_count {
-                let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].endpoint);
+                let (queue, meter, endpoint) = (&queue, &meter, &self.nodes[node].control.endpoint);
                 let (token, route) = (&self.token, self.route);
                 let base = self.base.as_deref().map(|base| (base, &self.reused_bytes));
                 lanes.push(async move {
-                    let mut connection = Lane::new(connect(endpoint, token, route).await?);
+                    let mut connection = Lane::connect(endpoint, token, route).await?;
                     tracing::trace!(lane, node = %endpoint.node, "a lane is open");
-                    loop {
+                    let take = |lane: &Lane| {
                         let batch = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-                        let Some(batch) = batch else { return Ok::<(), BallastError>(()) };
-                        send(&mut connection, batch, base, found, &|bytes| meter.add(bytes)).await?;
+                        batch.map(|batch| Share::begin(batch, lane, base.map(|(base, _)| base))).transpose()
+                    };
+                    let mut next = take(&connection)?;
+                    while let Some(share) = next {
+                        // What the next one's checksums cost is paid while this one is sent.
+                        next = take(&connection)?;
+                        send(&mut connection, share, base, found, &|bytes| meter.add(bytes)).await?;
                     }
+                    Ok::<(), BallastError>(())
                 });
             }
             futures::future::try_join_all(lanes).await?;
@@ -290,15 +408,12 @@ impl Upload {
     /// Has every node check what it got and keep the manifest.
     pub(crate) async fn seal(&mut self, manifest: &Manifest) -> Result<(), BallastError> {
         let document = manifest.to_canonical_bytes();
+        for node in &mut self.nodes {
+            node.control.keep_usable().await?;
+        }
         let seals = self.nodes.iter_mut().map(|node| node.control.connection.seal(&document));
         futures::future::try_join_all(seals).await?;
         Ok(())
-    }
-}
-
-impl Target {
-    async fn offer(&mut self, fragments: &[OfferedFragment]) -> Result<Bitmap, BallastError> {
-        Ok(self.control.connection.offer(fragments).await?)
     }
 }
 
@@ -353,10 +468,47 @@ fn batches(units: &[UnitSource]) -> VecDeque<Batch> {
     batches
 }
 
+/// A share whose turn comes soon.
+struct Share {
+    batch: Batch,
+    /// Of a file that may be the base's: checksums of its units, which say what has to be sent.
+    sums: Option<Computing>,
+}
+
+/// Checksums being computed. Dropped, it stops.
+struct Computing {
+    opened: Arc<File>,
+    sums: tokio::task::JoinHandle<Result<Vec<(u32, u64)>, BallastError>>,
+    stop: StopOnDrop,
+}
+
+impl Computing {
+    fn begin(file: &Arc<SourceFile>, opened: Arc<File>, ranges: &[SourceRange]) -> Self {
+        let stop = StopOnDrop::default();
+        let sums = compute(file.clone(), opened.clone(), ranges.to_vec(), &stop);
+        Self { opened, sums, stop }
+    }
+}
+
+impl Share {
+    fn begin(batch: Batch, lane: &Lane, base: Option<&Base>) -> Result<Self, BallastError> {
+        let sums = match (&batch, base) {
+            // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
+            (Batch::File { file, ranges }, Some(base))
+                if lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes)) =>
+            {
+                Some(Computing::begin(file, Arc::new(file.open()?), ranges))
+            }
+            _ => None,
+        };
+        Ok(Self { batch, sums })
+    }
+}
+
 /// Sends one share over one connection, and computes its checksums at the same time where they are wanted.
 async fn send(
     lane: &mut Lane,
-    batch: Batch,
+    share: Share,
     base: Option<(&Base, &AtomicU64)>,
     found: Option<&Mutex<Vec<Option<u64>>>>,
     sent: &(dyn Fn(u64) + Sync),
@@ -378,7 +530,7 @@ async fn send(
         count(bytes);
         sent(bytes);
     };
-    match batch {
+    match share.batch {
         Batch::Bytes { unit, bytes } => {
             let sum = checksum(&bytes);
             note(&[(unit, sum)]);
@@ -386,7 +538,7 @@ async fn send(
             if let Some((base, _)) = base
                 && let Some(base_unit) = base.candidate(size, sum)
             {
-                let blake3 = Some(Digest::from_bytes(*blake3::hash(&bytes).as_bytes()));
+                let blake3 = Some(blake3_of(&bytes).await);
                 let alike = DeriveUnit { unit, base_unit, bytes: size, blake3, patch: None };
                 if lane.reuse(base, &[alike]).await?.contains(&unit) {
                     reused(size);
@@ -397,31 +549,30 @@ async fn send(
             sent(size);
         }
         Batch::File { file, mut ranges } => {
-            let opened = Arc::new(file.open()?);
-            let stop = StopOnDrop::default();
-            // On one host the bytes are not sent anyway: to compare them would cost more than to copy them.
-            let may_reuse = |base: &Base| {
-                lane.transport() == Transport::Tcp && ranges.iter().any(|range| base.has_size(range.bytes))
-            };
-            let base = base.map(|(base, _)| base).filter(|base| may_reuse(base));
             let mut computing = None;
-            if let Some(base) = base {
-                let sums = joined(compute(file.clone(), opened.clone(), ranges.clone(), &stop).await)?;
-                note(&sums);
-                let same = reuse_file(lane, base, &file, &opened, &ranges, &sums, &stop).await?;
-                ranges.retain(|range| {
-                    let again = !same.contains(&range.unit);
-                    if !again {
-                        reused(range.bytes);
-                    }
-                    again
-                });
-            } else {
-                computing = found.map(|_| compute(file, opened.clone(), ranges.clone(), &stop));
-            }
+            let opened = match (share.sums, base) {
+                (Some(Computing { opened, sums, stop }), Some((base, _))) => {
+                    let sums = joined(sums.await)?;
+                    note(&sums);
+                    let same = reuse_file(lane, base, &file, &opened, &ranges, &sums, &stop).await?;
+                    ranges.retain(|range| {
+                        let again = !same.contains(&range.unit);
+                        if !again {
+                            reused(range.bytes);
+                        }
+                        again
+                    });
+                    opened
+                }
+                _ => {
+                    let opened = Arc::new(file.open()?);
+                    computing = found.map(|_| Computing::begin(&file, opened.clone(), &ranges));
+                    opened
+                }
+            };
             lane.connection.write_from_file(opened.as_fd(), &ranges, sent).await?;
             if let Some(computing) = computing {
-                note(&joined(computing.await)?);
+                note(&joined(computing.sums.await)?);
             }
         }
         Batch::Base(units) => {
@@ -429,13 +580,23 @@ async fn send(
                 return Err(BallastError::invalid("a delta has no base to be applied to"));
             };
             let asked: Vec<DeriveUnit<'_>> = units.iter().map(OfBase::asked).collect();
-            let derived = lane.derive(base, &asked, sent).await.map_err(|error| underived(error, &units))?;
+            let derived = lane.make(base, &asked, sent).await.map_err(|error| underived(error, &units))?;
             let changed = |of: &OfBase| of.patch.as_ref().map_or(0, |patch| patch.values.len() as u64);
             count(units.iter().map(|of| of.bytes.saturating_sub(changed(of))).sum());
             note(&derived.iter().map(|unit| (unit.unit, unit.crc64)).collect::<Vec<_>>());
         }
     }
     Ok(())
+}
+
+/// In pieces, between which others have their turn: renewals of leases among them.
+async fn blake3_of(bytes: &[u8]) -> Digest {
+    let mut hash = blake3::Hasher::new();
+    for piece in bytes.chunks(HASH_BYTES) {
+        hash.update(piece);
+        tokio::task::yield_now().await;
+    }
+    Digest::from_bytes(*hash.finalize().as_bytes())
 }
 
 /// Units in a file that the base has too, taken from it.

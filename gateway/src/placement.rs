@@ -60,21 +60,32 @@ pub(crate) struct NoPlace {
     pub may_pass: bool,
 }
 
+/// Whether the node may take an import: one with several writers goes to nodes that say that they know of them.
+pub(crate) fn takes(status: &NodeStatus, shared: bool) -> bool {
+    status.shared_imports || !shared
+}
+
 /// Chooses a node with `needed_bytes` of free memory for `group_id`, among those heard of: the preferred one if it is one.
 ///
 /// # Errors
-/// `UNAVAILABLE` when no node serves, `CAPACITY_EXHAUSTED` with every node's numbers when none has room.
+/// `UNAVAILABLE` when no node serves or takes such an import, `CAPACITY_EXHAUSTED` with every node's numbers when none has room.
 pub(crate) fn place(
     nodes: &[NodeStatus],
     cluster_id: &ClusterId,
     group_id: &GroupId,
     needed_bytes: u64,
+    shared: bool,
     preferred: Option<&NodeId>,
     promises: &Promises,
 ) -> Result<NodeId, NoPlace> {
-    let serving: Vec<&NodeStatus> = nodes.iter().filter(|status| serves(status, cluster_id)).collect();
+    let mut serving: Vec<&NodeStatus> = nodes.iter().filter(|status| serves(status, cluster_id)).collect();
     if serving.is_empty() {
         return Err(NoPlace { error: no_node(nodes), may_pass: true });
+    }
+    let all = serving.clone();
+    serving.retain(|status| takes(status, shared));
+    if serving.is_empty() {
+        return Err(NoPlace { error: no_shared(&all), may_pass: true });
     }
     let promised = promises.by_node();
     let rank = |status: &NodeStatus| {
@@ -113,6 +124,15 @@ fn no_node(nodes: &[NodeStatus]) -> BallastError {
             format!("no transfer worker serves ({}): start one with `ballast transfer-worker`", reasons.join("; "))
         }
     };
+    BallastError::new(ErrorCode::Unavailable, message)
+}
+
+fn no_shared(serving: &[&NodeStatus]) -> BallastError {
+    let names: Vec<&str> = serving.iter().map(|status| status.endpoint.node.as_str()).collect();
+    let message = format!(
+        "no transfer worker takes imports with several writers ({} are of an earlier build): upgrade one, or have one writer put everything",
+        names.join(", ")
+    );
     BallastError::new(ErrorCode::Unavailable, message)
 }
 
@@ -174,6 +194,7 @@ mod tests {
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),
+            shared_imports: true,
             labels: BTreeMap::new(),
         }
     }
@@ -187,7 +208,7 @@ mod tests {
     }
 
     fn choose(nodes: &[NodeStatus], needed: u64) -> Result<String, BallastError> {
-        place(nodes, &cluster(), &group(), needed, None, &Promises::default())
+        place(nodes, &cluster(), &group(), needed, false, None, &Promises::default())
             .map(|node| node.to_string())
             .map_err(|no| no.error)
     }
@@ -195,6 +216,22 @@ mod tests {
     #[test]
     fn the_node_with_most_free_memory_takes_an_import() {
         assert_eq!(choose(&[node("a", 100, 50), node("b", 80, 10), node("c", 300, 290)], 40).unwrap(), "b");
+    }
+
+    #[test]
+    fn an_import_with_several_writers_goes_to_a_node_that_knows_of_them() {
+        let mut old = node("old", 300, 0);
+        old.shared_imports = false;
+        let preferred = NodeId::new("old").unwrap();
+        let choose = |nodes: &[NodeStatus], shared| {
+            place(nodes, &cluster(), &group(), 40, shared, Some(&preferred), &Promises::default())
+                .map(|node| node.to_string())
+        };
+        let both = [old.clone(), node("new", 100, 0)];
+        assert_eq!((choose(&both, false).unwrap(), choose(&both, true).unwrap()), ("old".to_owned(), "new".to_owned()));
+        let refused = choose(&[old], true).unwrap_err();
+        assert_eq!((refused.error.code, refused.may_pass), (ErrorCode::Unavailable, true));
+        assert!(refused.error.message.contains("several writers (old"), "{}", refused.error.message);
     }
 
     #[test]
@@ -209,7 +246,9 @@ mod tests {
         let nodes = [node("a", 100, 50), node("b", 300, 0)];
         let preferred = NodeId::new("a").unwrap();
         let choose = |needed| {
-            place(&nodes, &cluster(), &group(), needed, Some(&preferred), &Promises::default()).unwrap().to_string()
+            place(&nodes, &cluster(), &group(), needed, false, Some(&preferred), &Promises::default())
+                .unwrap()
+                .to_string()
         };
         assert_eq!((choose(50), choose(51)), ("a".to_owned(), "b".to_owned()));
     }
@@ -218,7 +257,7 @@ mod tests {
     fn imports_that_begin_at_once_are_spread_but_never_refused_for_it() {
         let nodes = [node("a", 100, 0), node("b", 100, 0)];
         let promises = Promises::default();
-        let next = || place(&nodes, &cluster(), &group(), 60, None, &promises).unwrap();
+        let next = || place(&nodes, &cluster(), &group(), 60, false, None, &promises).unwrap();
         let (first, second) = (next(), next());
         assert_ne!(first, second);
         next();
@@ -231,7 +270,7 @@ mod tests {
         assert!(error.message.contains("ever hold 90") && error.message.contains("a has 64"), "{error}");
         assert_eq!(error.details["nodes"][1]["memory_capacity_bytes"], 32);
         let no_room = |capacity| {
-            place(&[node("a", capacity, 50)], &cluster(), &group(), 90, None, &Promises::default()).unwrap_err()
+            place(&[node("a", capacity, 50)], &cluster(), &group(), 90, false, None, &Promises::default()).unwrap_err()
         };
         assert!(no_room(100).may_pass && !no_room(89).may_pass);
         let error = no_room(100).error;

@@ -18,7 +18,7 @@ use crate::replica::{SUBMIT_PATIENCE, Shared, SubmitError, enqueue, fresh_comman
 use crate::snapshots::{RestoreFrom, SnapshotError, SnapshotName, prune, write_verified};
 
 /// The command families that this build folds.
-const FAMILIES: [u8; 6] = [0, 8, 9, 10, 11, 12];
+const FAMILIES: [u8; 7] = [0, 8, 9, 10, 11, 12, 13];
 /// The fold forgets a replica after ten minutes.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(300);
 const ANNOUNCE_RETRY_EVERY: Duration = Duration::from_secs(5);

@@ -48,7 +48,7 @@ _FROM_DLPACK = {
 _CPU_DEVICES = (1, 3, 11)  # DLPack: CPU, and CUDA and ROCm memory that the CPU reaches
 
 
-def known_dtype(name, what):
+def known_dtype(name, tensor):
     """`name` as a safetensors name; numpy dtypes and torch's words (`bfloat16`, `torch.bfloat16`) will do as well."""
     if isinstance(name, str):
         if name in _ITEMSIZE or name in _PACKED:
@@ -64,7 +64,12 @@ def known_dtype(name, what):
             return _FROM_NUMPY[np.dtype(name)]
         except (KeyError, TypeError):
             pass
-    raise invalid(f"{what} has the dtype {name!r}, which is none of {', '.join([*_ITEMSIZE, *_PACKED])}", tensor=what)
+    if isinstance(name, np.dtype) and name.newbyteorder("<") in _FROM_NUMPY:
+        message = f"tensor {tensor!r} is big-endian ({name}); convert it: array.astype(array.dtype.newbyteorder(\"<\"))"
+        raise invalid(message, tensor=tensor)
+    shown = str(name) if isinstance(name, np.dtype) else repr(name)
+    message = f"tensor {tensor!r} has the dtype {shown}; give one of {', '.join([*_ITEMSIZE, *_PACKED])}"
+    raise invalid(message, tensor=tensor)
 
 
 def numpy_dtype(name):
@@ -130,11 +135,7 @@ def _not_contiguous(name):
 def _of_numpy(array, name):
     if not array.flags.c_contiguous:
         raise _not_contiguous(name)
-    if array.dtype not in _FROM_NUMPY:
-        if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
-            raise invalid(f"tensor {name!r} is big-endian ({array.dtype}); give it in little-endian order", tensor=name)
-        raise invalid(f"tensor {name!r} has the dtype {array.dtype}, which can not be stored", tensor=name)
-    return Memory(array.ctypes.data, array.nbytes, _FROM_NUMPY[array.dtype], array.shape, array.flags.writeable, array)
+    return Memory(array.ctypes.data, array.nbytes, known_dtype(array.dtype, name), array.shape, array.flags.writeable, array)
 
 
 def _of_torch(tensor, name):
@@ -142,7 +143,7 @@ def _of_torch(tensor, name):
         raise invalid(f"tensor {name!r} is on the device {tensor.device}; give it on the CPU (tensor.cpu())", tensor=name)
     if not tensor.is_contiguous():
         raise _not_contiguous(name)
-    dtype = known_dtype(str(tensor.dtype), f"tensor {name!r}")
+    dtype = known_dtype(str(tensor.dtype), name)
     nbytes = tensor.numel() * tensor.element_size()
     return Memory(tensor.data_ptr(), nbytes, dtype, tuple(tensor.shape), True, tensor)
 
@@ -222,8 +223,8 @@ def _of_buffer(view, name):
     # One-dimensional plain bytes say nothing of what is in them.
     if not (view.ndim == 1 and view.format.lstrip("@=<") in ("B", "b", "c")):
         try:
-            dtype = _FROM_NUMPY[np.dtype(view.format)]
-        except (KeyError, TypeError):
+            dtype = known_dtype(np.dtype(view.format), name)
+        except TypeError:
             raise invalid(f"tensor {name!r} has the buffer format {view.format!r}, which can not be stored", tensor=name) from None
         shape = view.shape
     # numpy finds the address of any contiguous buffer, whatever its format.

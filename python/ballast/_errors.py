@@ -69,7 +69,7 @@ class ConflictError(BallastError):
 
 
 class StaleGenerationError(BallastError):
-    """The metadata generation given is not the current one: look again."""
+    """The metadata generation given, or the generation that a delta was made on, is not the current one: look again."""
 
     code = "STALE_GENERATION"
 

@@ -85,12 +85,12 @@ def one_of(kind, value, what):
         raise invalid(f"{what} is {value!r}; it must be one of {names}") from None
 
 
-def generation_of(value, what):
+def generation_of(value, what, **details):
     """A generation: a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(f"{what} is {value!r}; give a whole number")
+        raise invalid(f"{what} is {value!r}; give a whole number", **details)
     if not 0 <= value < 1 << 64:
-        raise invalid(f"{what} is {value}; it must be from 0 to 2^64 - 1")
+        raise invalid(f"{what} is {value}; it must be from 0 to 2^64 - 1", **details)
     return value
 
 

@@ -2,6 +2,7 @@
 adapter). A snapshot holds no bytes; they come with `weight_put_tensor`, one tensor at a time."""
 
 import dataclasses
+import operator
 from typing import Any, Iterable, Mapping, Optional, Tuple
 
 from ._arrays import byte_count, check, known_dtype, memory_of
@@ -39,9 +40,8 @@ class TensorSpec:
     fragments: Tuple[Box, ...] = ()
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise invalid(f"a tensor's name is {self.name!r}; give a string")
-        object.__setattr__(self, "dtype", known_dtype(self.dtype, f"tensor {self.name!r}"))
+        tensor_name(self.name)
+        object.__setattr__(self, "dtype", known_dtype(self.dtype, self.name))
         object.__setattr__(self, "shape", extents(self.shape, self.name))
         boxes = tuple((extents(offset, self.name), extents(shape, self.name)) for offset, shape in self.fragments)
         object.__setattr__(self, "fragments", boxes)
@@ -61,15 +61,29 @@ class TensorSpec:
         }
 
 
-def extents(shape, name):
+def tensor_name(name):
+    """The name of a tensor: a string that is not empty."""
+    if not isinstance(name, str) or not name:
+        raise invalid(f"a tensor's name is {name!r}; give a string")
+    return name
+
+
+def extents(shape, name, what="shape"):
     """A shape or an offset: whole numbers from 0 on."""
     try:
-        numbers = tuple(int(extent) for extent in shape)
-    except (TypeError, ValueError):
-        raise invalid(f"tensor {name!r} has the shape {shape!r}; give whole numbers", tensor=name) from None
-    if any(extent < 0 for extent in numbers):
-        raise invalid(f"tensor {name!r} has the shape {numbers}; extents are not negative", tensor=name)
+        numbers = tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        raise invalid(f"tensor {name!r} has the {what} {shape!r}; give a sequence of whole numbers", tensor=name) from None
+    if any(not 0 <= extent < 1 << 63 for extent in numbers):
+        raise invalid(f"tensor {name!r} has the {what} {numbers}; extents are from 0 to 2^63 - 1", tensor=name)
     return numbers
+
+
+def names_of(participants):
+    """The names of participants."""
+    if isinstance(participants, str) or not isinstance(participants, Iterable):
+        raise invalid(f"participants is {participants!r}; give a list of names")
+    return tuple(participants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +97,7 @@ class WeightSharing:
     patience: float = 30.0
 
     def __post_init__(self):
-        if isinstance(self.participants, str):
-            raise invalid(f"participants is {self.participants!r}; give a list of names")
-        object.__setattr__(self, "participants", tuple(self.participants))
+        object.__setattr__(self, "participants", names_of(self.participants))
         names = (*self.participants, *(() if self.participant is None else (self.participant,)))
         for name in names:
             if not isinstance(name, str):
@@ -149,9 +161,13 @@ class WeightSnapshot:
     def shared(self, participants, *, participant=None, session=None, patience=30.0):
         """The same for the one that coordinates a put of several participants: it names them all, and which of them it is
         itself, if any. Its writer has the `session` for the others. Its commit waits for their parts: as long as they are at
-        work, and `patience` seconds for those that are silent or have not come, which it then names. A coordinator that
-        comes again with its own `session` goes on with it."""
-        participants = list(participants) if not isinstance(participants, str) else participants
+        work, and `patience` seconds for those that are silent or have not come, which it then names. A rank that has joined is
+        silent when its process was not heard of for 30 seconds; one that hangs while its process lives is waited for without
+        end, so a job that has a deadline interrupts the commit.
+
+        A coordinator that comes again with its own `session` takes it over as it stands; the run before it is refused from
+        then on. After an error it leaves such a session open; only `abort()` deletes what is in it."""
+        participants = names_of(participants)
         if not participants:
             raise invalid("participants is empty; name everyone who brings a part")
         return dataclasses.replace(self, sharing=WeightSharing(participants, participant, session, patience))

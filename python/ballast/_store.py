@@ -163,8 +163,9 @@ class WeightWriter:
     def commit(self):
         """Publishes the revision: READY and HOT when this returns its record. After an error the import is aborted.
 
-        The coordinator of several participants waits for them here. A participant's commit hands its part in and returns
-        `None`: the revision is READY once the coordinator has committed."""
+        The coordinator of several participants waits for them here; one that has found its session open leaves it open after
+        an error. A participant's commit hands its part in and returns `None`: the revision is READY once the coordinator has
+        committed. After an error of a participant the import stays open, and another run of it may join."""
         self._expect_open()
         self._ended = True
         self.report = json.loads(self._native.commit(self._cancel))
@@ -177,9 +178,12 @@ class WeightWriter:
 
     def abort(self):
         """Gives the import up; its bytes are deleted. Does nothing after the commit."""
+        self._give_up()
+
+    def _give_up(self, *, failed=False):
         if not self._ended:
             self._ended = True
-            self._native.abort(self._cancel)
+            self._native.abort(self._cancel, failed)
 
     def _expect_open(self):
         if self._ended:
@@ -194,7 +198,8 @@ class WeightWriter:
                 self.commit()
             return False
         try:
-            self.abort()
+            # What another run has opened, or taken over since, is not this one's to delete.
+            self._give_up(failed=True)
         except BallastError as failure:
             # The session ends by itself; what went wrong first is what the caller must see.
             if hasattr(error, "add_note"):
@@ -233,10 +238,12 @@ class WeightStore:
         it is `None`). The tensors go to the nodes as they are put; the revision is READY once the writer has committed.
 
         The ranks of a training job put one revision together: one of them puts `snapshot.shared(...)` and commits, the
-        others put their `snapshot.part(...)`.
+        others put their `snapshot.part(...)`. The policy is that one's to say.
         """
         if not isinstance(snapshot, WeightSnapshot):
             raise invalid(f"snapshot is a {type(snapshot).__name__}; give a ballast.WeightSnapshot")
+        if policy is not None and snapshot.sharing is not None and not snapshot.sharing.participants:
+            raise invalid("a part has no policy of its own: give it to the put that shares the snapshot")
         identity = snapshot.identity(tenant_id)
         tensors = json.dumps([spec._to_wire() for spec in snapshot.tensors])
         native = self._connection.client(self._cancel).put(

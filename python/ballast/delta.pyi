@@ -27,7 +27,7 @@ def of_entries(
 ) -> SparseDelta: ...
 def between(
     tensor_id: str, before: Any, after: Any, *, base_generation: int, delta_generation: int,
-    tile_shape: Optional[Sequence[int]] = None,
+    tile_shape: Optional[Sequence[int]] = None, dtype: Any = None,
 ) -> SparseDelta: ...
 def upsert(
     deltas: Iterable[SparseDelta], *, replacing: Name, semantics: Union[Semantics, str] = Semantics.OVERWRITE,

@@ -138,11 +138,13 @@ impl Writer {
         text.map_err(|error| raise(py, &error))
     }
 
-    /// Gives the import up; a participant only leaves it. Does nothing once the writer has ended.
-    #[pyo3(signature = (cancel=None))]
-    fn abort(&self, py: Python<'_>, cancel: Option<&Cancel>) -> PyResult<()> {
+    /// Gives the import up; a participant only leaves it, and so does a coordinator after an error (`failed`) if the session
+    /// is not its own. Does nothing once the writer has ended.
+    #[pyo3(signature = (cancel=None, failed=false))]
+    fn abort(&self, py: Python<'_>, cancel: Option<&Cancel>, failed: bool) -> PyResult<()> {
         let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         match taken.and_then(Owned::take) {
+            Some(Put::Whole(writer)) if failed => wait(py, Some(&self.gateway), cancel, writer.give_up()),
             Some(Put::Whole(writer)) => wait(py, Some(&self.gateway), cancel, writer.abort()),
             Some(Put::Part(writer)) => wait(py, Some(&self.gateway), cancel, async {
                 drop(writer);

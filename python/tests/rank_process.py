@@ -45,15 +45,15 @@ def main():
             held[job["spoil"]].local[rank] = spoiled
     snapshot = ballast.WeightSnapshot.from_tensors(
         held, resource_id=job["name"], weight_generation=job.get("generation", 1), adapter=DTensorAdapter())
+    policy = None
     if job.get("session") is None:
+        policy = ballast.WeightStoragePolicy(ballast.WeightResidencyState.HOT, 0.5, ballast.WeightMigrationMode.MANUAL)
         ranks = [rank_name(at) for at in range(job["ranks"])]
         snapshot = snapshot.shared(ranks, participant=rank_name(rank), session=job.get("own"), patience=job.get("patience", 30.0))
     else:
         snapshot = snapshot.part(rank_name(rank), job["session"])
-    hot = ballast.WeightStoragePolicy(
-        ballast.WeightResidencyState.HOT, 0.5, ballast.WeightMigrationMode.MANUAL)
     try:
-        with store.weight_put(snapshot, DTensorAdapter(), policy=hot) as writer:
+        with store.weight_put(snapshot, DTensorAdapter(), policy=policy) as writer:
             tell(session=writer.session)
             for at, (name, tensor) in enumerate(sorted(held.items())):
                 if at == job.get("pause"):

@@ -29,9 +29,33 @@ class Opaque:
         return self.value.__dlpack__(**named)
 
 
+class Interface:
+    """An array that shows itself by numpy's interface only."""
+
+    def __init__(self, value):
+        self.value, self.__array_interface__ = value, value.__array_interface__
+
+
 class Elsewhere(Opaque):
     def __dlpack_device__(self):
         return (2, 0)
+
+
+class Framework(Opaque):
+    """A tensor as a framework gives it, of a type that numpy may lack: numpy's own capsule of the bits, with the type replaced."""
+
+    def __init__(self, value, dtype):
+        super().__init__(value)
+        [self.code] = [code for code, name in _arrays._FROM_DLPACK.items() if name == dtype]
+
+    def __array__(self, *given, **named):
+        raise TypeError("numpy has no such type")
+
+    def __dlpack__(self, **named):
+        capsule = self.value.__dlpack__()
+        tensor = ctypes.cast(_arrays._capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_arrays._DLTensor)).contents
+        tensor.dtype.code, tensor.dtype.bits = self.code
+        return capsule
 
 
 def put(store, name, specs, values):
@@ -104,17 +128,8 @@ def test_dlpack_that_does_not_fit_is_refused(store, name):
 
 
 def test_a_bfloat16_capsule_is_read_without_a_framework(store, name):
-    # The capsule that a framework would give: numpy's own, with the type replaced.
     value = np.arange(6, dtype=np.uint16)
-
-    class BFloat16(Opaque):
-        def __dlpack__(self, **named):
-            capsule = self.value.__dlpack__()
-            tensor = ctypes.cast(_arrays._capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_arrays._DLTensor)).contents
-            tensor.dtype.code, tensor.dtype.bits = 4, 16
-            return capsule
-
-    ballast.save({"w": BFloat16(value)}, name, store=store, policy=HOT)
+    ballast.save({"w": Framework(value, "BF16")}, name, store=store, policy=HOT)
     weights = ballast.load(name, store=store)
     assert weights.dtypes["w"] == "BF16" and weights["w"].tobytes() == value.tobytes()
 
@@ -154,3 +169,31 @@ def test_a_layout_that_is_not_contiguous_is_copied_by_save_only(store, name):
 ])
 def test_types_go_by_several_names(given, expected):
     assert TensorSpec("w", given, (1,)).dtype == expected
+
+
+@pytest.mark.parametrize("make", [
+    lambda value: value, lambda value: memoryview(value), lambda value: Interface(value),
+])
+def test_big_endian_arrays_are_refused_with_the_way_to_convert_them(store, name, make):
+    value = np.arange(6, dtype=">f4")
+    with pytest.raises(ballast.InvalidArgumentError, match=r"big-endian.*\.astype\(array\.dtype\.newbyteorder\(\"<\"\)\)") as refused:
+        ballast.save({"w": make(value)}, name, store=store)
+    assert refused.value.details["tensor"] == "w"
+    ballast.save({"w": make(value.astype(value.dtype.newbyteorder("<")))}, name, store=store, policy=HOT)
+    assert np.array_equal(ballast.load(name, store=store)["w"], value)
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "object", "U3", "M8[s]"])
+def test_a_type_that_can_not_be_stored_is_refused_by_name(store, name, dtype):
+    with pytest.raises(ballast.InvalidArgumentError, match="has the dtype") as refused:
+        ballast.save({"w": np.zeros(3, dtype)}, name, store=store)
+    assert refused.value.details["tensor"] == "w" and str(np.dtype(dtype)) in refused.value.message
+
+
+@pytest.mark.parametrize("shape", [4, None, "46", (2.5, 2), ("a",), (-1, 3), (2**63,)])
+def test_a_shape_is_of_whole_numbers(shape):
+    for wrong in (dict(shape=shape), dict(fragments=((shape, (1, 1)),)), dict(fragments=(((0, 0), shape),))):
+        with pytest.raises(ballast.InvalidArgumentError, match="shape") as refused:
+            TensorSpec("w", "F32", **{"shape": (4, 6), **wrong})
+        assert refused.value.details["tensor"] == "w"
+    assert TensorSpec("w", "F32", np.array([4, 6])).shape == (4, 6)

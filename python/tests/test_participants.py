@@ -7,7 +7,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -159,6 +158,26 @@ def test_a_killed_coordinator_comes_again_under_its_session(cluster, store, name
     loaded(store, identity_of(name), values)
 
 
+def test_a_coordinator_that_was_replaced_leaves_the_import_to_its_successor(store, name):
+    values, held, snapshots = two_halves(name)
+    adapter = DTensorAdapter()
+    shared = snapshots[0].shared(RANKS, participant="rank0", session=f"{name}-step-7")
+    with pytest.raises(ballast.ConflictError):
+        with store.weight_put(shared, adapter, policy=HOT) as first:
+            with store.weight_put(snapshots[1].part("rank1", first.session), adapter) as second:
+                put_all(second, held[1])
+            # Started again while it was only slow; and this run fails in turn.
+            with pytest.raises(ZeroDivisionError):
+                with store.weight_put(shared, adapter, policy=HOT):
+                    1 / 0
+            put_all(first, held[0])
+            first.commit()
+    with store.weight_put(shared, adapter, policy=HOT) as again:
+        put_all(again, held[0])
+    assert again.revision.availability is WeightAvailability.READY
+    loaded(store, again.identity, values)
+
+
 def test_a_dead_rank_is_named_at_the_commit_and_nothing_stays(cluster, store, name, checkpoint):
     path, _ = checkpoint
     first = Rank(cluster, path, name, 0, ranks=3, patience=1.0, pause="commit")
@@ -181,12 +200,11 @@ def test_a_dead_rank_is_named_at_the_commit_and_nothing_stays(cluster, store, na
 def test_a_rank_that_never_came_is_named(store, name):
     values = tensors(31)
     snapshot = WeightSnapshot.from_tensors(values, resource_id=name, weight_generation=1)
-    began = time.monotonic()
     with pytest.raises(ballast.NotReadyError, match="rank1 has not joined") as missing:
         with store.weight_put(snapshot.shared(RANKS, participant="rank0", patience=0.5)) as writer:
             for key, value in values.items():
                 writer.weight_put_tensor(key, value)
-    assert missing.value.details["participants"] == ["rank1"] and time.monotonic() - began < 20
+    assert missing.value.details["participants"] == ["rank1"]
     gone(store, writer.identity)
 
 
@@ -248,7 +266,6 @@ def test_a_stale_rank_is_refused_at_once_and_harms_nobody(store, name):
         put_all(straggler, held[1])
         straggler.commit()
     with store.weight_put(snapshots[0].shared(RANKS, participant="rank0"), adapter, policy=HOT) as first:
-        began = time.monotonic()
         with pytest.raises(ballast.ConflictError, match=old):
             store.weight_put(snapshots[1].part("rank1", old), adapter)
         with pytest.raises(ballast.InvalidArgumentError, match="rank7"):
@@ -256,7 +273,6 @@ def test_a_stale_rank_is_refused_at_once_and_harms_nobody(store, name):
         with pytest.raises(ballast.ConflictError, match="geometry"):
             other = WeightSnapshot("default", name, "main", 1, (TensorSpec("w", "F32", (60, 10)),))
             store.weight_put(other.part("rank1", first.session), adapter)
-        assert time.monotonic() - began < 10
         put_all(first, held[0])
         with store.weight_put(snapshots[1].part("rank1", first.session), adapter) as second:
             put_all(second, held[1])
@@ -340,6 +356,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(store, name):
     snapshot = WeightSnapshot.from_tensors(tensors(33), resource_id=name, weight_generation=1)
     for wrong in (
         lambda: snapshot.shared([]), lambda: snapshot.shared(["a", "a"]), lambda: snapshot.shared("rank0"),
+        lambda: snapshot.shared(None), lambda: snapshot.shared(7), lambda: snapshot.shared(iter(())),
+        lambda: store.weight_put(snapshot.part("rank0", "s"), policy=HOT),
         lambda: snapshot.shared([1]), lambda: snapshot.shared(RANKS, participant="rank7"), lambda: snapshot.part("rank0", None),
         lambda: snapshot.part(None, "s"), lambda: store.weight_put(snapshot.shared(["has a space"])),
         lambda: store.weight_put(snapshot.shared(RANKS, patience=-1.0)), lambda: store.weight_put(snapshot.part("rank0", "a b")),
@@ -348,6 +366,16 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(store, name):
             wrong()
     with pytest.raises(ballast.NotFoundError):
         store.weight_put(snapshot.part("rank0", "nobodys"))
+
+
+def test_a_tensor_of_no_elements_is_nobodys_to_send(store, name):
+    values = {"w": np.arange(6, dtype=np.float32), "none": np.zeros((0, 5), dtype=np.float32)}
+    snapshot = WeightSnapshot.from_tensors(values, resource_id=name, weight_generation=1)
+    with store.weight_put(snapshot.shared(RANKS, participant="rank0"), policy=HOT) as first:
+        first.weight_put_tensor("none", values["none"])
+        with store.weight_put(snapshot.part("rank1", first.session)) as second:
+            second.weight_put_tensor("w", values["w"])
+    loaded(store, first.identity, values)
 
 
 def test_ranks_in_asyncio(cluster, store, name):

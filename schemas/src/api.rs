@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::command::{default_import_ttl_ms, default_lease_ttl_ms};
+use crate::command::{Coordinator, default_import_ttl_ms, default_lease_ttl_ms};
 use crate::digest::Digest;
 use crate::error::BallastError;
 use crate::identity::{Component, RevisionIdentity};
@@ -257,6 +257,9 @@ body! {
         /// Who brings a part, where one writer does not bring everything; then each of them joins.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         participants: Vec<ParticipantId>,
+        /// With participants: the run of the coordinator, chosen by it; another run takes the place of an earlier one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        writer_id: Option<WriterId>,
     }
 }
 
@@ -303,7 +306,7 @@ body! {
 }
 
 body! {
-    /// `renew_part`: this participant is at work, which keeps the session open too. `finish_part`: its part is on the nodes.
+    /// `renew_part`: this participant is at work, which keeps the session open too. `finish_part`: it has nothing more to send.
     PartRequest {
         /// What is imported.
         identity: RevisionIdentity,
@@ -345,6 +348,9 @@ body! {
         identity: RevisionIdentity,
         /// The session.
         session_id: SessionId,
+        /// Which run says so, as its begin answered: needed to speak for a session with participants.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        coordinator: Option<Coordinator>,
     }
 }
 
@@ -365,6 +371,9 @@ body! {
         session_id: SessionId,
         /// SHA-256 of the manifest the importer sealed with.
         manifest_sha256: Digest,
+        /// Which run says so, as its begin answered: needed to speak for a session with participants.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        coordinator: Option<Coordinator>,
     }
 }
 

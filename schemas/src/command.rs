@@ -40,12 +40,8 @@ pub enum Command {
     ConfirmCapability(ConfirmCapability),
     SnapshotCommitted(SnapshotCommitted),
     RaiseFoldVersion(RaiseFoldVersion),
-    // Revision metadata: family 8.
+    // Revision metadata: family 8; what a coordinator says: family 13.
     BeginImport(BeginImport),
-    BeginSharedImport(BeginSharedImport),
-    JoinImport(JoinImport),
-    RenewPart(PartWriter),
-    FinishPart(PartWriter),
     RenewImport(RenewImport),
     CommitImport(CommitImport),
     AbortImport(AbortImport),
@@ -79,10 +75,15 @@ pub enum Command {
     BeginReplacement(BeginReplacement),
     ReplacementAdvanced(ReplacementAdvanced),
     AbortReplacement(AbortReplacement),
+    // Imports with several writers: family 13.
+    BeginSharedImport(BeginSharedImport),
+    JoinImport(JoinImport),
+    RenewPart(PartWriter),
+    FinishPart(PartWriter),
 }
 
 impl Command {
-    /// The command family (the RFC's OpType): 0, 8, 9, 10, 11 or 12.
+    /// The command family (the RFC's OpType): 0, 8, 9, 10, 11 or 12; ours is 13, imports with several writers.
     #[must_use]
     pub fn family(&self) -> u8 {
         use Command as C;
@@ -95,11 +96,14 @@ impl Command {
             | C::ConfirmCapability(_)
             | C::SnapshotCommitted(_)
             | C::RaiseFoldVersion(_) => 0,
-            C::BeginImport(_)
-            | C::BeginSharedImport(_)
+            C::BeginSharedImport(_)
             | C::JoinImport(_)
             | C::RenewPart(_)
             | C::FinishPart(_)
+            | C::RenewImport(RenewImport { coordinator: Some(_), .. })
+            | C::CommitImport(CommitImport { coordinator: Some(_), .. })
+            | C::AbortImport(AbortImport { coordinator: Some(_), .. }) => 13,
+            C::BeginImport(_)
             | C::RenewImport(_)
             | C::CommitImport(_)
             | C::AbortImport(_)
@@ -222,6 +226,20 @@ pub struct BeginSharedImport {
     pub import: BeginImport,
     /// Who has to bring a part before the commit, in any order.
     pub participants: Vec<ParticipantId>,
+    /// The run of the coordinator, chosen by it: a repeat with the same one finds its session again, another one takes the
+    /// place of the run before it, under a higher epoch.
+    pub writer_id: WriterId,
+}
+
+/// Which run speaks for a session with several writers: one under an older epoch than the session's is refused, and so is
+/// what was meant for other bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Coordinator {
+    /// Whose bytes, as its begin answered.
+    pub instance: InstanceId,
+    /// As its begin answered.
+    pub epoch: u64,
 }
 
 /// A participant begins to write its part. Another run of the same participant takes its place, under a higher epoch.
@@ -239,8 +257,9 @@ pub struct JoinImport {
     pub placement_digest: Digest,
 }
 
-/// What a participant says of itself: `RenewPart`, it is at work, which also keeps the session open; `FinishPart`, all of
-/// its part is on the nodes. Refused under an older epoch than the participant's, and for other bytes.
+/// What a participant says of itself: `RenewPart`, it is at work, which also keeps the session open; `FinishPart`, it has
+/// nothing more to send (what others bring for it may still be on its way). Refused under an older epoch than the
+/// participant's, and for other bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartWriter {
     /// What is imported.
@@ -262,6 +281,9 @@ pub struct RenewImport {
     pub identity: RevisionIdentity,
     /// The session.
     pub session_id: SessionId,
+    /// Which run says so; left out where there is one writer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub coordinator: Option<Coordinator>,
 }
 
 /// What a node answers to a seal: proof that it holds the whole import.
@@ -294,6 +316,9 @@ pub struct CommitImport {
     pub manifest: ManifestRef,
     /// One per node of the placement.
     pub receipts: Vec<Receipt>,
+    /// Which run says so; left out where there is one writer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub coordinator: Option<Coordinator>,
 }
 
 /// Gives an import up; its bytes are deleted.
@@ -303,6 +328,9 @@ pub struct AbortImport {
     pub identity: RevisionIdentity,
     /// The session.
     pub session_id: SessionId,
+    /// Which run says so; left out where there is one writer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub coordinator: Option<Coordinator>,
 }
 
 /// Changes the policy, and nothing else of the record. Does not start a migration by itself unless AUTO wants one.

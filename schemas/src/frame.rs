@@ -27,6 +27,8 @@ pub const DOCUMENT_BYTES_MAX: u64 = 512 * 1024 * 1024;
 pub const RANGES_MAX: usize = 65_536;
 /// Ranges in one `Derive` request, which say more each.
 pub const DERIVED_RANGES_MAX: usize = 8_192;
+/// Bytes that one `Derive` request makes: an answer, and so progress, every fraction of a second.
+pub const DERIVE_BYTES_MAX: u64 = 256 * 1024 * 1024;
 /// Nodes that one `OpenBase` request may name.
 pub const HOLDERS_MAX: usize = 64;
 /// Fragments in one `Offer` request.
@@ -96,7 +98,7 @@ pub enum Request {
     OpenBase {
         /// The token for reading it.
         token: String,
-        /// Nodes that hold it, for a node that does not.
+        /// Nodes that hold it, for a node that does not hold all of it: those that the token vouches for, in their order.
         holders: Vec<NodeEndpoint>,
     },
     /// Makes units of the instance out of units of the base, without their bytes travelling. The payload is the
@@ -169,7 +171,7 @@ pub struct ByteRange {
 pub struct DerivedRange {
     /// The unit that is made.
     pub unit: u32,
-    /// The unit of the base, of the same size.
+    /// The unit of the base; both have the same size.
     pub base_unit: u32,
     /// First byte inside both.
     pub offset: u64,
@@ -379,6 +381,8 @@ pub struct DerivedUnit {
     pub unit: u32,
     /// CRC-64/NVME of its bytes.
     pub crc64: u64,
+    /// CRC-64/NVME of the bytes of the base that it was made of, for a caller that knows what they must be.
+    pub base_crc64: u64,
     /// Whether the unit of the base had the BLAKE3 asked for. If not, the unit has to be written.
     pub same: bool,
 }

@@ -20,6 +20,8 @@ pub const IMPORT_TTL_MS_DEFAULT: u64 = 15_000;
 pub const IMPORT_TTL_MS_MAX: u64 = 3_600_000;
 /// Participants of one import.
 pub const IMPORT_PARTICIPANTS_MAX: usize = 1024;
+/// Bytes of their names: they stand in the log entry, in every replica and in every snapshot.
+pub const IMPORT_PARTICIPANT_NAMES_BYTES_MAX: usize = 16 * 1024;
 /// A worker's claim on an operation; renewed every third of it.
 pub const CLAIM_TTL_MS: u64 = 6_000;
 /// A command is refused by the fold this long after a gateway received it.

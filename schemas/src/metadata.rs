@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::command::Coordinator;
 use crate::digest::Digest;
 use crate::error::ErrorCode;
 use crate::identity::{GroupId, LineageKey, RevisionIdentity};
@@ -115,6 +116,22 @@ pub struct ImportSession {
     pub ttl_ms: u64,
     /// Its end on the log clock.
     pub expires_at: LogTime,
+    /// Of the run that coordinates several writers: 1 for the one that opened the session, one more for each that has found
+    /// it open since. 0, and left out, where there is one writer.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub epoch: u64,
+}
+
+fn is_zero(epoch: &u64) -> bool {
+    *epoch == 0
+}
+
+impl ImportSession {
+    /// What the run that was answered with this session shows when it speaks for it; `None` where there is one writer.
+    #[must_use]
+    pub fn coordinator(&self) -> Option<Coordinator> {
+        (self.epoch > 0).then(|| Coordinator { instance: self.instance.clone(), epoch: self.epoch })
+    }
 }
 
 /// How far one participant of an import is.
@@ -128,7 +145,7 @@ pub struct ImportPart {
     pub epoch: u64,
     /// When it last joined, renewed or finished, on the log clock; that of the begin before the first join.
     pub heard_at: LogTime,
-    /// All of its part is on the nodes.
+    /// This run has said that it has nothing more to send.
     pub done: bool,
 }
 

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::affinity::AffinityIndex;
 use crate::command::Receipt;
+use crate::digest::{Digest, hash_list};
 use crate::error::BallastError;
+use crate::frame::HOLDERS_MAX;
 use crate::inventory::{NodeInventory, UnitRange};
 use crate::object::ObjectCounts;
 use crate::position::{ClusterId, InstanceId, LogPosition, NodeId, ParticipantId, SessionId};
@@ -53,6 +55,10 @@ pub struct NodeStatus {
     /// Its ordinary objects.
     #[serde(default)]
     pub objects: ObjectCounts,
+    /// Whether it takes imports with several writers; a node of an earlier build, which would take a participant for the
+    /// importer, does not say so.
+    #[serde(default)]
+    pub shared_imports: bool,
     /// Free labels.
     pub labels: std::collections::BTreeMap<String, String>,
 }
@@ -262,6 +268,19 @@ pub struct TokenClaims {
     /// Of an import with several writers: whose writes it allows. Without it, it allows the whole import.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<TokenPart>,
+    /// For reading: the digest of the nodes that hold the instance ([`holders_digest`]). A node that derives from it
+    /// connects to no other address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holders: Option<Digest>,
     /// Wall-clock end, with slack.
     pub expires_unix_ms: u64,
+}
+
+/// Stands for nodes and the addresses at which other nodes reach them, in their order; of more than [`HOLDERS_MAX`] for the
+/// first ones.
+#[must_use]
+pub fn holders_digest(holders: &[NodeEndpoint]) -> Digest {
+    let fields = |holder: &NodeEndpoint| [holder.node.as_str().to_owned(), holder.tcp.clone().unwrap_or_default()];
+    let fields: Vec<String> = holders.iter().take(HOLDERS_MAX).flat_map(fields).collect();
+    hash_list(fields.iter().map(String::as_bytes))
 }

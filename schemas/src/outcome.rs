@@ -78,10 +78,13 @@ impl From<Rejection> for BallastError {
 const PARTICIPANTS_SHOWN: usize = 5;
 
 /// Why an import can not be committed yet: participants that have not brought their part, and when each was last heard of.
-/// `None` when all have.
+/// Those that never joined come first, then those that have been silent for longest. `None` when nobody is missing.
 #[must_use]
 pub fn missing_parts(parts: &[ImportPart], now: LogTime) -> Option<Rejection> {
-    let missing: Vec<&ImportPart> = parts.iter().filter(|part| !part.done).collect();
+    let mut missing: Vec<&ImportPart> = parts.iter().filter(|part| !part.done).collect();
+    // Of names, the shorter first: rank2 before rank10.
+    let order = |part: &ImportPart| (part.epoch > 0, part.heard_at, part.participant.as_str().len());
+    missing.sort_by(|a, b| order(a).cmp(&order(b)).then_with(|| a.participant.cmp(&b.participant)));
     let describe = |part: &&ImportPart| match part.epoch {
         0 => format!("{} has not joined", part.participant),
         _ => format!("{} was last heard of {} ago", part.participant, human_ms(now.since(part.heard_at))),
@@ -99,4 +102,39 @@ pub fn missing_parts(parts: &[ImportPart], now: LogTime) -> Option<Rejection> {
     let names: Vec<&str> = missing.iter().map(|part| part.participant.as_str()).collect();
     let details = serde_json::json!({ "participants": names });
     (!missing.is_empty()).then(|| Rejection::new(ErrorCode::NotReady, message).with_details(details))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::RevisionIdentity;
+    use crate::position::{InstanceId, LogPosition, ParticipantId};
+
+    fn part(name: &str, epoch: u64, heard_at: u64, done: bool) -> ImportPart {
+        let identity = RevisionIdentity::new("default", "n", "r", "v", 1).unwrap();
+        let instance = InstanceId { group_id: identity.group_id(), position: LogPosition::ZERO };
+        let participant = ParticipantId::new(name).unwrap();
+        ImportPart { participant, instance, epoch, heard_at: LogTime(heard_at), done }
+    }
+
+    #[test]
+    fn who_never_joined_and_who_is_silent_for_longest_is_named_before_those_that_are_at_work() {
+        let mut parts: Vec<ImportPart> = (0..300).map(|n| part(&format!("rank{n}"), 1, 59_000, false)).collect();
+        parts.push(part("rank512", 1, 20_000, false));
+        parts.push(part("rank600", 1, 10_000, true));
+        parts.extend([part("rank700", 0, 0, false), part("rank99x", 0, 0, false)]);
+        parts.sort_by(|a, b| a.participant.cmp(&b.participant));
+        let refused = missing_parts(&parts, LogTime(60_000)).unwrap();
+        assert_eq!(refused.code, ErrorCode::NotReady);
+        let shown = "303 of 304 participants have not brought their part: rank700 has not joined, rank99x has not joined, \
+             rank512 was last heard of 40.0 s ago, rank0 was last heard of 1.0 s ago, rank1 was last heard of 1.0 s ago, …";
+        assert!(refused.message.starts_with(shown), "{}", refused.message);
+        let named: Vec<&str> =
+            refused.details["participants"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+        assert_eq!(
+            (&named[..5], named[5], named.len()),
+            (&["rank700", "rank99x", "rank512", "rank0", "rank1"][..], "rank2", 303)
+        );
+        assert_eq!(missing_parts(&parts[..0], LogTime(60_000)), None);
+    }
 }

@@ -225,6 +225,8 @@ wire_enum! {
         WeightManagement = 0 as "weight_management",
         /// Family 12.
         WeightLineage = 1 as "weight_lineage",
+        /// Family 13: imports with several writers.
+        WeightSharing = 2 as "weight_sharing",
     }
 }
 
@@ -235,6 +237,7 @@ impl Capability {
         match self {
             Self::WeightManagement => &[8, 9, 10, 11],
             Self::WeightLineage => &[12],
+            Self::WeightSharing => &[13],
         }
     }
 }

@@ -49,10 +49,11 @@ def test_a_gate_opens_only_when_every_live_replica_can_fold_what_it_opens(make_s
     cluster.gateways.append(gateway)
     gateway.start()
     shown = site.cli.json("admin", "capabilities")
-    assert {gate["capability"]: gate["confirmed"] for gate in shown["capabilities"]} == {"weight_management": True, "weight_lineage": False}
+    assert {gate["capability"]: gate["confirmed"] for gate in shown["capabilities"]} == {
+        "weight_management": True, "weight_lineage": False, "weight_sharing": True}
     announced = lambda: [one for one in site.cli.json("admin", "capabilities")["replicas"] if one["replica_id"] == "gateway"]
     mine = wait_until(announced, 20, "the gateway announces itself")[0]
-    assert mine["live"] and set(mine["families"]) == {0, 8, 9, 10, 11, 12} and mine["fold_version"] == 1
+    assert mine["live"] and set(mine["families"]) == {0, 8, 9, 10, 11, 12, 13} and mine["fold_version"] == 1
 
     append(site, old_build([0, 8, 9, 10, 11]), "old-1")
     code, error, _ = site.cli.refusal("admin", "confirm-capability", "weight_lineage")

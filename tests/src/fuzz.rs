@@ -15,12 +15,12 @@ use ballast_client::delta::{Members, SparseDelta};
 use ballast_schemas::manifest::Manifest;
 use ballast_schemas::placement::{Placement, PlacementPart};
 use ballast_schemas::{
-    AcquireLeaseRequest, BeginImportRequest, Command, CommandRecord, CommitImportRequest, Digest, Envelope, Event,
-    IdentityRequest, InstanceId, JoinImportRequest, LineageKey, ListOperationsRequest, ListRequest, LogPosition,
+    AcquireLeaseRequest, BeginImportRequest, Bitmap, Command, CommandRecord, CommitImportRequest, Digest, Envelope,
+    Event, IdentityRequest, InstanceId, JoinImportRequest, LineageKey, ListOperationsRequest, ListRequest, LogPosition,
     MigrateRequest, NodeHello, NodeInventory, NodeReply, NodeRequest, NodeStatus, ObjectRequest, OperationRequest,
-    PartRequest, ReleaseLeaseRequest, RemoveRequest, RenewLeaseRequest, RepairRequest, Request, SessionId,
-    SessionRequest, StatusRequest, TokenClaims, TokenRight, UnitEffect, UnitRange, UpdatePolicyRequest,
-    UpsertIdRequest, UpsertRequest, VerifyRequest, frame, object_head,
+    PartRequest, ParticipantId, ReleaseLeaseRequest, RemoveRequest, RenewLeaseRequest, RepairRequest, Request,
+    SessionId, SessionRequest, StatusRequest, TokenClaims, TokenPart, TokenRight, UnitEffect, UnitRange,
+    UpdatePolicyRequest, UpsertIdRequest, UpsertRequest, VerifyRequest, frame, object_head,
 };
 use ballast_transfer::TokenKey;
 use ballast_workflows::{State, fold};
@@ -379,6 +379,7 @@ fn request(bytes: &[u8]) -> bool {
 fn request_bodies() -> Vec<Value> {
     let which = json!({"namespace": "models", "resource_id": "m", "revision": "main", "weight_generation": 1});
     let next = json!({"namespace": "models", "resource_id": "m", "revision": "main", "weight_generation": 2});
+    let instance = to_value(&instance());
     let policy = json!({"preferred_residency": "MIXED", "mixed_hot_ratio": 0.25, "migration_mode": "AUTO"});
     vec![
         json!({"identity": which}),
@@ -389,7 +390,7 @@ fn request_bodies() -> Vec<Value> {
                "reserved_bytes": 4096, "unit_count": 1, "participants": ["rank0", "rank1"]}),
         json!({"identity": which, "session_id": "s1", "participant": "rank0", "writer_id": "w1",
                "placement_digest": Digest::of(b"layout")}),
-        json!({"identity": which, "session_id": "s1", "participant": "rank0", "epoch": 1}),
+        json!({"identity": which, "session_id": "s1", "participant": "rank0", "instance": instance, "epoch": 1}),
         json!({"identity": which, "session_id": "s1", "manifest_sha256": Digest::of(b"manifest")}),
         json!({"identity": which, "session_id": "s1"}),
         json!({"identity": which, "from": 7}),
@@ -482,10 +483,7 @@ fn token(bytes: &[u8]) -> bool {
 
 /// What processes say to each other.
 fn messages() -> Vec<Target> {
-    let instance = InstanceId {
-        group_id: ballast_schemas::RevisionIdentity::new("t", "n", "m", "main", 1).expect("an identity").group_id(),
-        position: position(9),
-    };
+    let instance = instance();
     let effect =
         || UnitEffect { instance: instance.clone(), fence: position(12), units: vec![UnitRange { start: 0, end: 7 }] };
     let session_id = SessionId::new("s1").expect("a session");
@@ -502,8 +500,11 @@ fn messages() -> Vec<Target> {
         right: TokenRight::Import,
         subject: session_id.to_string(),
         part: None,
+        holders: None,
         expires_unix_ms: 60_000,
     };
+    let of_part = TokenClaims { part: Some(TokenPart { participant: participant(0), epoch: 3 }), ..claims.clone() };
+    let key = TokenKey::new(&KEY).expect("a key of the right length");
     vec![
         Target {
             name: "node_request",
@@ -539,12 +540,18 @@ fn messages() -> Vec<Target> {
         },
         Target {
             name: "token",
-            corpus: vec![
-                encode(&claims),
-                TokenKey::new(&KEY).expect("a key of the right length").sign(&claims).into_bytes(),
-            ],
+            corpus: [claims, of_part]
+                .iter()
+                .flat_map(|claims| [encode(claims), key.sign(claims).into_bytes()])
+                .collect(),
             shape: Shape::Binary,
             run: token,
+        },
+        Target {
+            name: "offers",
+            corpus: vec![rmp_serde::to_vec(&offers()).expect("offers of ours encode")],
+            shape: Shape::Binary,
+            run: |bytes| rmp::<frame::Offers>(bytes),
         },
         Target { name: "delta", corpus: vec![text(&sparse_object())], shape: Shape::Json, run: sparse_delta },
         Target {
@@ -586,6 +593,13 @@ fn position(seq: u64) -> LogPosition {
     LogPosition { seq, index: 0 }
 }
 
+fn instance() -> InstanceId {
+    InstanceId {
+        group_id: ballast_schemas::RevisionIdentity::new("t", "n", "m", "main", 1).expect("an identity").group_id(),
+        position: position(9),
+    }
+}
+
 fn frames() -> Vec<Vec<u8>> {
     let range = || frame::ByteRange { unit: 3, offset: 0, bytes: 4096 };
     let requests = [
@@ -607,9 +621,29 @@ fn frames() -> Vec<Vec<u8>> {
                 }),
             }],
         },
+        frame::Request::Offer { fragments: offers().fragments.iter().map(|own| own.fragment).collect() },
+        frame::Request::ReadOffers { conflicts: true },
         frame::Request::Seal,
         frame::Request::MapSegments { memory: true, cold: false },
     ];
     let header = |body| encode(&frame::RequestHeader { payload_bytes: 24, descriptors: 0, body });
-    requests.map(header).to_vec()
+    let offered = frame::Response::Offered { wanted: Bitmap::full(11) };
+    let offered = encode(&frame::ResponseHeader { payload_bytes: 0, descriptors: 0, body: offered });
+    requests.map(header).into_iter().chain([offered]).collect()
+}
+
+fn participant(rank: u32) -> ParticipantId {
+    ParticipantId::new(format!("rank{rank}")).expect("a participant")
+}
+
+/// What two participants have offered: they do not agree on the second fragment.
+fn offers() -> frame::Offers {
+    let fragment = |offset| frame::OfferedFragment { unit: 3, offset, bytes: 4096, crc64: 0x9a1b_2c3d_4e5f_6071 };
+    frame::Offers {
+        participants: vec![participant(0), participant(1)],
+        fragments: vec![
+            frame::FragmentOffer { fragment: fragment(0), participant: 1, held: true, differs: None },
+            frame::FragmentOffer { fragment: fragment(4096), participant: 0, held: false, differs: Some(1) },
+        ],
+    }
 }

@@ -9,7 +9,8 @@ async fn every_line_of_the_benchmarks_gives_a_figure() {
     let report = run(&options, |row| println!("{}", row.line())).await.unwrap();
     let names: Vec<&str> = report.rows.iter().map(|row| row.name.as_str()).collect();
     for line in [
-        "delta of 1 % until READY",
+        "delta of 1 % until READY, no wire",
+        "delta of 1 % until READY, 10 Gbit/s",
         "bytes of that delta over the wire",
         "fold of decoded envelopes",
         "fold with checksum and decoding",

@@ -1,5 +1,6 @@
 //! The unit checksum, CRC-64/NVME, over bytes in memory: whole, or fed piece by piece in order.
 
+use ballast_schemas::manifest::FRAGMENT_ALIGN_BYTES;
 use crc_fast::{CrcAlgorithm, Digest as Crc, checksum_combine, crc64_nvme};
 
 /// CRC-64/NVME of `bytes`.
@@ -12,6 +13,21 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 #[must_use]
 pub fn combine(first: u64, second: u64, bytes: u64) -> u64 {
     if bytes == 0 { first } else { checksum_combine(CrcAlgorithm::Crc64Nvme, first, second, bytes) }
+}
+
+/// CRC-64/NVME of an extent and its length, from its parts in order with zeros between them: the first byte, the length and the
+/// checksum of each. `None` when they overlap, or lie further apart than parts that are packed.
+#[must_use]
+pub fn of_parts(parts: impl IntoIterator<Item = (u64, u64, u64)>) -> Option<(u64, u64)> {
+    const GAP_BYTES_MAX: usize = FRAGMENT_ALIGN_BYTES as usize;
+    let (mut sum, mut end) = (checksum(&[]), 0);
+    for (offset, bytes, own) in parts {
+        let gap = usize::try_from(offset.checked_sub(end)?).ok().filter(|gap| *gap < GAP_BYTES_MAX)?;
+        sum = combine(sum, checksum(&[0; GAP_BYTES_MAX][..gap]), gap as u64);
+        sum = combine(sum, own, bytes);
+        end = offset.checked_add(bytes)?;
+    }
+    Some((sum, end))
 }
 
 /// CRC-64/NVME fed in order.

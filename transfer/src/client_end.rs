@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedUnit, Description, HOLDERS_MAX, HelloReply, OfferedFragment,
-    Offers, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response, ResponseHeader, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DERIVE_BYTES_MAX, DOCUMENT_BYTES_MAX, DerivedRange, DerivedUnit, Description,
+    HOLDERS_MAX, HelloReply, OfferedFragment, Offers, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader,
+    Response, ResponseHeader, SourceRange,
 };
 use ballast_schemas::{AffinityIndex, BallastError, Bitmap, Digest, NodeEndpoint, NodeId, Receipt};
 use bytes::Bytes;
@@ -85,6 +86,8 @@ pub struct NodeConnection {
     options: ConnectOptions,
     /// Answers that are still to come. More than none between two calls means that one was dropped half-way.
     outstanding: u32,
+    /// Bytes that one `Derive` request makes.
+    pub(crate) derive_bytes: u64,
 }
 
 impl NodeConnection {
@@ -146,7 +149,7 @@ impl NodeConnection {
         let header: ResponseHeader = wire.read_header(options.stall).await.map_err(broken)?;
         match header.body {
             Response::Hello(hello) if hello.node == *node => {
-                Ok(Self { wire, hello, options: options.clone(), outstanding: 0 })
+                Ok(Self { wire, hello, options: options.clone(), outstanding: 0, derive_bytes: DERIVE_BYTES_MAX })
             }
             Response::Hello(hello) => Err(protocol(format!("node {} answers there", hello.node))),
             Response::Error(error) => Err(error.into()),
@@ -170,6 +173,12 @@ impl NodeConnection {
     #[must_use]
     pub fn is_usable(&self) -> bool {
         self.outstanding == 0
+    }
+
+    /// Whether the node has not closed the connection, as it does when nothing was asked for long. Then connect again.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.wire.is_open()
     }
 
     /// Goes on under a newer token for the same instance.
@@ -329,7 +338,7 @@ impl NodeConnection {
     pub async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<bool, TransferError> {
         let body =
             Request::OpenBase { token: token.to_owned(), holders: holders.iter().take(HOLDERS_MAX).cloned().collect() };
-        match self.call(body, &[], &[], self.options.patience).await?.body {
+        match self.call(body, &[], &[], self.options.stall).await?.body {
             Response::BaseOpened { here } => Ok(here),
             other => Err(self.unexpected(&other)),
         }
@@ -362,18 +371,25 @@ impl NodeConnection {
             unit.check().map_err(BallastError::invalid)?;
         }
         let mut derived = Vec::with_capacity(units.len());
-        for request in requests(units) {
-            let body = Request::Derive { ranges: request.ranges };
-            match self.call(body, &[&request.payload], &[], self.options.patience).await?.body {
-                Response::Derived { units } => derived.extend(units),
-                other => return Err(self.unexpected(&other)),
-            }
+        for request in requests(units, self.derive_bytes) {
+            derived.extend(self.derive_ranges(request.ranges, &request.payload).await?);
             progress(request.bytes);
         }
         if derived.len() == units.len() && derived.iter().zip(units).all(|(made, asked)| made.unit == asked.unit) {
             Ok(derived)
         } else {
             Err(self.protocol(format!("{} units were derived, {} were asked for", derived.len(), units.len())))
+        }
+    }
+
+    pub(crate) async fn derive_ranges(
+        &mut self,
+        ranges: Vec<DerivedRange>,
+        payload: &[u8],
+    ) -> Result<Vec<DerivedUnit>, TransferError> {
+        match self.call(Request::Derive { ranges }, &[payload], &[], self.options.patience).await?.body {
+            Response::Derived { units } => Ok(units),
+            other => Err(self.unexpected(&other)),
         }
     }
 

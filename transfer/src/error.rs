@@ -1,6 +1,6 @@
 //! What can go wrong inside a node's store, each with the facts behind it, and the code that a caller sees for it.
 
-use ballast_schemas::frame::Tier;
+use ballast_schemas::frame::{IMPORT_OFFERS_MAX, Tier};
 use ballast_schemas::{
     BallastError, ClusterId, Digest, ErrorCode, InstanceId, ObjectKey, ParticipantId, SessionId, human_bytes,
 };
@@ -92,8 +92,8 @@ pub enum StoreError {
     },
     /// Participants that should hold the same bytes do not.
     #[error(
-        "participants {} and {} offer different bytes for one fragment of {instance}, at byte {offset} of unit {unit}",
-        .participants[0], .participants[1]
+        "participants {} offer different bytes for one fragment of {instance}, at byte {offset} of unit {unit}",
+        .participants.iter().map(ParticipantId::as_str).collect::<Vec<_>>().join(" and ")
     )]
     OffersDiffer {
         /// Whose bytes.
@@ -103,7 +103,33 @@ pub enum StoreError {
         /// First byte of the fragment inside the unit.
         offset: u64,
         /// Who.
-        participants: [ParticipantId; 2],
+        participants: Vec<ParticipantId>,
+    },
+    /// A participant can not offer or write this.
+    #[error("{bytes} bytes at {offset} of unit {unit} of {instance} {why}")]
+    Fragment {
+        /// What a caller sees.
+        code: ErrorCode,
+        /// Whose bytes.
+        instance: InstanceId,
+        /// The unit.
+        unit: u32,
+        /// First byte inside the unit.
+        offset: u64,
+        /// How many bytes.
+        bytes: u64,
+        /// Who.
+        participants: Vec<ParticipantId>,
+        /// Why.
+        why: String,
+    },
+    /// Participants offer more than a node keeps.
+    #[error(
+        "the participants of {instance} offer more than {IMPORT_OFFERS_MAX} fragments; let fewer replicas offer theirs"
+    )]
+    TooManyOffers {
+        /// Whose bytes.
+        instance: InstanceId,
     },
     /// The caller computed another layout.
     #[error("the layout of {instance} is {expected} here, the caller has {found}")]
@@ -248,7 +274,10 @@ impl StoreError {
     #[must_use]
     pub fn code(&self) -> ErrorCode {
         match self {
-            Self::Invalid(_) | Self::Layout(_) | Self::Manifest { .. } => ErrorCode::InvalidArgument,
+            Self::Invalid(_) | Self::Layout(_) | Self::Manifest { .. } | Self::TooManyOffers { .. } => {
+                ErrorCode::InvalidArgument
+            }
+            Self::Fragment { code, .. } => *code,
             Self::Unknown { .. } | Self::NoObject { .. } => ErrorCode::NotFound,
             Self::Deleted { .. }
             | Self::Sealed { .. }
@@ -285,6 +314,9 @@ impl StoreError {
             }),
             Self::Superseded { participant, expected, .. } => json!({"participant": participant, "epoch": expected}),
             Self::OffersDiffer { unit, offset, participants, .. } => {
+                json!({"reason": "OTHER_BYTES", "unit": unit, "offset": offset, "participants": participants})
+            }
+            Self::Fragment { unit, offset, participants, .. } => {
                 json!({"unit": unit, "offset": offset, "participants": participants})
             }
             Self::ManagedKey { key, instance } => json!({"key": key, "group_id": instance.group_id}),

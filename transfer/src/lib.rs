@@ -36,6 +36,7 @@ mod record;
 mod segment;
 mod sending;
 mod server;
+mod spares;
 #[cfg(test)]
 mod testing;
 mod tmpfs;
@@ -46,7 +47,7 @@ mod wire;
 
 pub use bucket::{BucketUrl, BucketUrlError};
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
-pub use checksum::{RunningChecksum, checksum, combine};
+pub use checksum::{RunningChecksum, checksum, combine, of_parts};
 pub use client_end::{ConnectOptions, NodeConnection, Route, Transport, host_id, read_ranges_side_by_side};
 pub use cold::{ColdOptions, ColdPlace, ColdReport, ColdTierError, Progress};
 pub use cold_engine::EngineChoice;

@@ -18,9 +18,12 @@ use crate::folder::{
 use crate::layout::GroupLayout;
 use crate::objects::Objects;
 use crate::segment::{Segment, lock_out_readers};
+use crate::spares::{Spare, Spares};
 use crate::tmpfs;
 
 const FLAG: &str = "--memory-dir";
+/// The folder of the spare segments in the tier's.
+const SPARES: &str = "spares";
 
 /// Whether the node mounts a huge-page tmpfs on its memory folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -126,6 +129,8 @@ pub(crate) struct MemoryTier {
     budget: Budget,
     objects: Objects,
     lingering: Mutex<Vec<Lingering>>,
+    /// Taken out only by `drop`, to remove their files before unmounting.
+    spares: Option<Spares>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -151,6 +156,7 @@ impl MemoryTier {
         }
         let folder_options = FolderOptions { what: "memory", flag: FLAG, path, durable: false };
         let folder = Folder::open(folder_options, node, incarnation)?;
+        let spares = Spares::open(path.join(SPARES), no_huge_pages.is_none())?;
         let own_bytes = used_bytes(&folder.instances())?;
         let space = space(path)?;
         let free_bytes = space.free_bytes + own_bytes;
@@ -171,6 +177,7 @@ impl MemoryTier {
             budget: Budget::new(Tier::Memory, budget_bytes),
             objects: Objects::default(),
             lingering: Mutex::default(),
+            spares: Some(spares),
         })
     }
 
@@ -210,10 +217,39 @@ impl MemoryTier {
 
     /// Takes room for a managed group out of the budget; ordinary objects give way to it.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<Charge, CapacityExhausted> {
-        self.budget.reserve(bytes).or_else(|_| {
+        let charge = self.budget.reserve(bytes).or_else(|_| {
             self.sweep();
             self.objects.reserve_managed(&self.budget, bytes)
-        })
+        });
+        self.fit_spares();
+        charge
+    }
+
+    /// Spare segments take nothing but what the budget has free.
+    pub(crate) fn fit_spares(&self) {
+        if let Some(spares) = &self.spares {
+            spares.fit(self.budget.usage().free_bytes());
+        }
+    }
+
+    /// Gives all spare segments back to the file system.
+    pub(crate) fn give_up_spares(&self) {
+        if let Some(spares) = &self.spares {
+            spares.fit(0);
+        }
+    }
+
+    /// Bytes of the spare segments, once all are made.
+    #[cfg(test)]
+    pub(crate) fn spare_bytes(&self) -> Option<u64> {
+        self.spares.as_ref().filter(|spares| spares.is_idle()).map(Spares::bytes)
+    }
+
+    /// Spare segments of the sizes that a layout needs, by the number of the segment that each can be.
+    pub(crate) fn take_spares(&self, layout: &GroupLayout) -> Vec<(u32, Spare)> {
+        let Some(spares) = &self.spares else { return Vec::new() };
+        let found = |index| Some((index, spares.take(layout.segment_bytes(index))?));
+        (0..layout.segment_count()).filter_map(found).collect()
     }
 
     /// The ordinary objects, and the guard over the managed groups' keys.
@@ -229,6 +265,7 @@ impl MemoryTier {
 
     /// Gives back the bytes of unlinked segments that nobody maps any more.
     pub(crate) fn sweep(&self) {
+        let mut gone = Vec::new();
         lock(&self.lingering).retain(|lingering| {
             let read_here = Arc::strong_count(&lingering.segment) > 1;
             let mapped = match lock_out_readers(lingering.segment.file()) {
@@ -238,8 +275,22 @@ impl MemoryTier {
                     true
                 }
             };
-            read_here || mapped
+            let stays = read_here || mapped;
+            if !stays {
+                gone.push(lingering.segment.size_bytes());
+            }
+            stays
         });
+        if !gone.is_empty() {
+            self.fit_spares();
+            gone.iter().for_each(|&bytes| self.want_spare(bytes));
+        }
+    }
+
+    fn want_spare(&self, bytes: u64) {
+        if let Some(spares) = &self.spares {
+            spares.want(bytes);
+        }
     }
 
     /// Bytes of unlinked segments that readers still map.
@@ -251,6 +302,7 @@ impl MemoryTier {
 
 impl Drop for MemoryTier {
     fn drop(&mut self) {
+        self.spares = None;
         let empty = fs::read_dir(self.instances()).is_ok_and(|mut entries| entries.next().is_none());
         self.folder.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.mounted && empty && lock(&self.lingering).is_empty() {
@@ -328,6 +380,13 @@ impl MemorySegments {
         self.folder.join(segment_file(segment))
     }
 
+    /// Begins a segment with a spare one; answers how many bytes of it have their room.
+    pub(crate) fn begin_with(&self, segment: u32, spare: Spare) -> Result<u64, PathError> {
+        let ready_bytes = spare.ready_bytes();
+        self.insert(segment, |path, _| spare.place(path))?;
+        Ok(ready_bytes)
+    }
+
     /// A segment, if there is one.
     pub(crate) fn get(&self, segment: u32) -> Option<Arc<Segment>> {
         lock(&self.open).get(segment as usize)?.clone()
@@ -335,7 +394,7 @@ impl MemorySegments {
 
     /// A segment, made when there is none.
     pub(crate) fn get_or_create(&self, segment: u32) -> Result<Arc<Segment>, PathError> {
-        self.insert(segment, |path, bytes| Segment::create(path, bytes, self.huge))
+        self.insert(segment, |path, bytes| Segment::create(path, bytes, self.huge).map(Arc::new))
     }
 
     /// Opens a segment's file from an earlier run; `None` when there is none.
@@ -343,13 +402,13 @@ impl MemorySegments {
         if !self.path(segment).exists() {
             return Ok(None);
         }
-        self.insert(segment, |path, bytes| Segment::open(path, bytes, self.huge)).map(Some)
+        self.insert(segment, |path, bytes| Segment::open(path, bytes, self.huge).map(Arc::new)).map(Some)
     }
 
     fn insert(
         &self,
         segment: u32,
-        make: impl FnOnce(&Path, u64) -> Result<Segment, PathError>,
+        make: impl FnOnce(&Path, u64) -> Result<Arc<Segment>, PathError>,
     ) -> Result<Arc<Segment>, PathError> {
         let path = self.path(segment);
         let mut open = lock(&self.open);
@@ -359,7 +418,7 @@ impl MemorySegments {
         if let Some(segment) = slot {
             return Ok(segment.clone());
         }
-        let made = Arc::new(make(&path, self.layout.segment_bytes(segment))?);
+        let made = make(&path, self.layout.segment_bytes(segment))?;
         *slot = Some(made.clone());
         Ok(made)
     }

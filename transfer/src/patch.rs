@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use ballast_schemas::Digest;
 use ballast_schemas::frame::{DATA_BYTES_MAX, DERIVED_RANGES_MAX, DerivedRange, Number, Patch, PatchRule};
+use bytes::Bytes;
 use half::{bf16, f16};
 
-/// Bytes that one request makes: an answer, and so progress, every fraction of a second.
-const DERIVE_BYTES: u64 = 256 << 20;
 /// Entries of one range: even the longest distances and values fit one request.
 const ENTRIES_MAX: usize = 400_000;
 
@@ -47,6 +46,14 @@ impl DeriveUnit<'_> {
         let item = u64::from(patch.rule.item_bytes());
         let end = patch.elements.last().map_or(Some(0), |last| last.checked_add(1)?.checked_mul(item));
         let whole = patch.values.len() as u64 == patch.elements.len() as u64 * item;
+        if let Some(run) = patch.elements.chunk_by(|a, b| a == b).find(|run| run.len() > ENTRIES_MAX) {
+            return Err(format!(
+                "element {} of unit {} is added to {} times, which fit no request: sum them up before",
+                run[0],
+                self.unit,
+                run.len()
+            ));
+        }
         if whole && patch.elements.is_sorted() && end.is_some_and(|end| end <= self.bytes) {
             return Ok(());
         }
@@ -62,14 +69,14 @@ pub(crate) struct DeriveRequest {
     pub bytes: u64,
 }
 
-/// Cuts units into requests of bounded size, in order.
-pub(crate) fn requests(units: &[DeriveUnit<'_>]) -> Vec<DeriveRequest> {
+/// Cuts units into requests that make at most `bytes_max` bytes each, in order.
+pub(crate) fn requests(units: &[DeriveUnit<'_>], bytes_max: u64) -> Vec<DeriveRequest> {
     let mut requests: Vec<DeriveRequest> = Vec::new();
     for unit in units {
         let mut entries = 0;
         let mut start = 0;
         loop {
-            let mut end = unit.bytes.min(start + DERIVE_BYTES);
+            let mut end = unit.bytes.min(start + bytes_max);
             let mut payload = Vec::new();
             let mut patch = None;
             if let Some(whole) = unit.patch {
@@ -95,7 +102,7 @@ pub(crate) fn requests(units: &[DeriveUnit<'_>]) -> Vec<DeriveRequest> {
             let bytes = end - start;
             let range = DerivedRange { unit: number, base_unit, offset: start, bytes, blake3, patch };
             let fits = |request: &&mut DeriveRequest| {
-                request.bytes + bytes <= DERIVE_BYTES
+                request.bytes + bytes <= bytes_max
                     && request.ranges.len() < DERIVED_RANGES_MAX
                     && (request.payload.len() + payload.len()) as u64 <= DATA_BYTES_MAX
             };
@@ -130,19 +137,19 @@ fn encode_distances(elements: &[u64], mut before: u64, into: &mut Vec<u8>) {
 
 /// The patch of one range, as it came, checked.
 #[derive(Debug)]
-pub(crate) struct RangePatch<'a> {
+pub(crate) struct RangePatch {
     rule: PatchRule,
     /// First byte of each element in its unit.
     places: Vec<u64>,
-    values: &'a [u8],
+    values: Bytes,
 }
 
-impl<'a> RangePatch<'a> {
+impl RangePatch {
     /// Takes the patch of a range off the front of a payload.
     ///
     /// # Errors
     /// Naming what does not fit the range.
-    pub(crate) fn take(range: &DerivedRange, payload: &mut &'a [u8]) -> Result<Option<Self>, String> {
+    pub(crate) fn take(range: &DerivedRange, payload: &mut Bytes) -> Result<Option<Self>, String> {
         let Some(Patch { rule, entries, index_bytes }) = range.patch else { return Ok(None) };
         let item = u64::from(rule.item_bytes());
         if !matches!(item, 1 | 2 | 4 | 8) {
@@ -151,14 +158,12 @@ impl<'a> RangePatch<'a> {
         if !range.offset.is_multiple_of(item) {
             return Err(format!("a patch from byte {} on, inside an element of {item} bytes", range.offset));
         }
-        let cut = |payload: &mut &'a [u8], bytes: u64| {
-            let short = || format!("a patch of {entries} elements whose payload ends too early");
-            let (head, rest) =
-                usize::try_from(bytes).ok().and_then(|at| payload.split_at_checked(at)).ok_or_else(short)?;
-            *payload = rest;
-            Ok::<&'a [u8], String>(head)
+        let cut = |payload: &mut Bytes, bytes: u64| match usize::try_from(bytes) {
+            Ok(bytes) if bytes <= payload.len() => Ok(payload.split_to(bytes)),
+            _ => Err(format!("a patch of {entries} elements whose payload ends too early")),
         };
-        let mut distances = cut(payload, index_bytes.into())?;
+        let distances = cut(payload, index_bytes.into())?;
+        let mut distances = &*distances;
         let values = cut(payload, u64::from(entries) * item)?;
         // Every element has a value in the payload, so that there are no more of them than bytes that came.
         let mut places = Vec::with_capacity(entries as usize);
@@ -200,16 +205,25 @@ impl<'a> RangePatch<'a> {
                 })
             };
         }
+        // What a NaN made by an addition carries differs from processor to processor, and copies are compared byte by byte.
+        macro_rules! add_floats {
+            ($number:ty, $sum:expr) => {
+                add!($number, |before: $number, value: $number| {
+                    let sum: $number = $sum(before, value);
+                    if sum.is_nan() { <$number>::NAN } else { sum }
+                })
+            };
+        }
         match self.rule {
             PatchRule::Overwrite { item_bytes: 1 } => each::<1>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { item_bytes: 2 } => each::<2>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { item_bytes: 4 } => each::<4>(places, values, start, piece, |_, value| value),
             PatchRule::Overwrite { .. } => each::<8>(places, values, start, piece, |_, value| value),
             PatchRule::Add { number } => match number {
-                Number::F64 => add!(f64, |a: f64, b: f64| a + b),
-                Number::F32 => add!(f32, |a: f32, b: f32| a + b),
-                Number::F16 => add!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
-                Number::BF16 => add!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
+                Number::F64 => add_floats!(f64, |a: f64, b: f64| a + b),
+                Number::F32 => add_floats!(f32, |a: f32, b: f32| a + b),
+                Number::F16 => add_floats!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
+                Number::BF16 => add_floats!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
                 Number::I64 => add!(i64, i64::wrapping_add),
                 Number::I32 => add!(i32, i32::wrapping_add),
                 Number::I16 => add!(i16, i16::wrapping_add),
@@ -257,6 +271,7 @@ fn decode_distance(bytes: &mut &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use ballast_schemas::frame::DERIVE_BYTES_MAX;
     use proptest::prelude::*;
 
     use super::*;
@@ -265,7 +280,7 @@ mod tests {
     fn made(base: &[u8], requests: &[DeriveRequest]) -> Vec<u8> {
         let mut unit = Vec::new();
         for request in requests {
-            let mut payload = request.payload.as_slice();
+            let mut payload = Bytes::from(request.payload.clone());
             for range in &request.ranges {
                 assert_eq!(range.offset, unit.len() as u64, "ranges follow each other");
                 let patch = RangePatch::take(range, &mut payload).unwrap();
@@ -289,7 +304,7 @@ mod tests {
 
     fn derive(base: &[u8], patch: &UnitPatch) -> Vec<u8> {
         let unit = DeriveUnit { unit: 3, base_unit: 5, bytes: base.len() as u64, blake3: None, patch: Some(patch) };
-        made(base, &requests(&[unit]))
+        made(base, &requests(&[unit], DERIVE_BYTES_MAX))
     }
 
     proptest! {
@@ -322,7 +337,7 @@ mod tests {
         ) {
             let patch = Patch { rule: PatchRule::Overwrite { item_bytes }, entries, index_bytes };
             let range = DerivedRange { unit: 0, base_unit: 0, offset, bytes, blake3: None, patch: Some(patch) };
-            if let Ok(Some(patch)) = RangePatch::take(&range, &mut payload.as_slice()) {
+            if let Ok(Some(patch)) = RangePatch::take(&range, &mut payload.into()) {
                 let mut piece = vec![0; bytes as usize];
                 patch.apply(patch.within(0, &(offset..offset + bytes)), offset, &mut piece);
             }
@@ -353,12 +368,27 @@ mod tests {
             add(Number::F16, &halves(&[65504.0, 0.1]), vec![0, 1], halves(&[65504.0, 0.2])),
             halves(&[f32::INFINITY, f16::from_f32(0.1).to_f32() + f16::from_f32(0.2).to_f32()])
         );
+        let infinite = bytes(&[f32::INFINITY]);
+        assert_eq!(add(Number::F32, &infinite, vec![0], bytes(&[f32::NEG_INFINITY])), bytes(&[f32::NAN]));
+        let odd = f32::from_bits(0xffc1_2345);
+        assert_eq!(add(Number::F32, &bytes(&[odd, odd]), vec![0], bytes(&[1.0])), bytes(&[f32::NAN, odd]));
         assert_eq!(add(Number::I8, &[127, 1], vec![0], vec![1]), [128, 1]);
         assert_eq!(add(Number::I8, &[1, 1], vec![1, 1, 1], vec![1, 2, 3]), [1, 7], "named three times");
         assert_eq!(
             add(Number::U64, &u64::MAX.to_le_bytes(), vec![0], 2_u64.to_le_bytes().to_vec()),
             1_u64.to_le_bytes()
         );
+    }
+
+    #[test]
+    fn an_element_that_is_added_to_more_often_than_fits_a_request_is_refused() {
+        let check = |times: usize| {
+            let rule = PatchRule::Add { number: Number::U8 };
+            let patch = UnitPatch { rule, elements: vec![3; times], values: vec![1; times] };
+            DeriveUnit { unit: 0, base_unit: 0, bytes: 4, blake3: None, patch: Some(&patch) }.check()
+        };
+        check(ENTRIES_MAX).unwrap();
+        assert!(check(ENTRIES_MAX + 1).unwrap_err().contains("element 3 of unit 0"));
     }
 
     #[test]
@@ -371,17 +401,18 @@ mod tests {
         };
         let base = vec![1; count as usize * 8 + 100];
         let unit = DeriveUnit { unit: 0, base_unit: 0, bytes: base.len() as u64, blake3: None, patch: Some(&patch) };
-        let cut = requests(&[unit]);
+        let cut = requests(&[unit], DERIVE_BYTES_MAX);
         assert!(cut.len() > 1 && cut.iter().all(|request| request.payload.len() as u64 <= DATA_BYTES_MAX));
         let whole = made(&base, &cut);
         assert!(whole[..count as usize * 8].iter().all(|byte| *byte == 9) && whole[count as usize * 8..] == [1; 100]);
 
         let small = |unit| DeriveUnit { unit, base_unit: unit, bytes: 0, blake3: None, patch: None };
         let units: Vec<_> = (0..DERIVED_RANGES_MAX as u32 + 1).map(small).collect();
-        let sizes: Vec<usize> = requests(&units).iter().map(|request| request.ranges.len()).collect();
+        let sizes: Vec<usize> = requests(&units, DERIVE_BYTES_MAX).iter().map(|request| request.ranges.len()).collect();
         assert_eq!(sizes, [DERIVED_RANGES_MAX, 1]);
-        let large = DeriveUnit { bytes: DERIVE_BYTES * 2 + 1, ..small(7) };
-        let ends: Vec<u64> = requests(&[large]).iter().flat_map(|r| &r.ranges).map(|r| r.offset + r.bytes).collect();
-        assert_eq!(ends, [DERIVE_BYTES, DERIVE_BYTES * 2, DERIVE_BYTES * 2 + 1]);
+        let large = DeriveUnit { bytes: 201, ..small(7) };
+        let ends =
+            requests(&[large], 100).iter().flat_map(|r| &r.ranges).map(|r| r.offset + r.bytes).collect::<Vec<_>>();
+        assert_eq!(ends, [100, 200, 201]);
     }
 }

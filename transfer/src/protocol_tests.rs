@@ -10,7 +10,8 @@ use ballast_schemas::frame::{
 };
 use ballast_schemas::manifest::{Manifest, ManifestPlan, Tensor};
 use ballast_schemas::{
-    ErrorCode, InstanceId, NodeEndpoint, NodeId, RevisionIdentity, TokenClaims, TokenRight, UnitEffect, UnitRange,
+    ErrorCode, InstanceId, NodeEndpoint, NodeId, ParticipantId, RevisionIdentity, TokenClaims, TokenPart, TokenRight,
+    UnitEffect, UnitRange, holders_digest,
 };
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
@@ -19,6 +20,7 @@ use crate::client_end::*;
 use crate::cold::Progress;
 use crate::layout::GroupLayout;
 use crate::node_store::{NodeStore, NodeStoreOptions};
+use crate::patch::DeriveUnit;
 use crate::server::{DataPlane, DataPlaneOptions};
 use crate::testing::*;
 use crate::token::{TokenGate, TokenKey, now_unix_ms};
@@ -32,14 +34,32 @@ fn key() -> TokenKey {
 }
 
 pub(crate) fn token(id: &InstanceId, right: TokenRight) -> String {
-    let subject = session().to_string();
-    key().sign(&TokenClaims {
+    key().sign(&claims(id, right))
+}
+
+fn token_of_part(id: &InstanceId, right: TokenRight, part: Option<TokenPart>) -> String {
+    key().sign(&TokenClaims { part, ..claims(id, right) })
+}
+
+/// A token for reading what these nodes hold.
+pub(crate) fn token_of(id: &InstanceId, holders: &[NodeEndpoint]) -> String {
+    key().sign(&TokenClaims { holders: Some(holders_digest(holders)), ..claims(id, TokenRight::Read) })
+}
+
+/// A token for reading, with this end.
+pub(crate) fn token_until(id: &InstanceId, expires_unix_ms: u64) -> String {
+    key().sign(&TokenClaims { expires_unix_ms, ..claims(id, TokenRight::Read) })
+}
+
+fn claims(id: &InstanceId, right: TokenRight) -> TokenClaims {
+    TokenClaims {
         instance: id.clone(),
         right,
-        subject,
+        subject: session().to_string(),
         part: None,
+        holders: None,
         expires_unix_ms: now_unix_ms() + 600_000,
-    })
+    }
 }
 
 fn identity() -> RevisionIdentity {
@@ -349,6 +369,7 @@ async fn tokens_decide_what_a_connection_may_do() {
         right: TokenRight::Read,
         subject: "lease".into(),
         part: None,
+        holders: None,
         expires_unix_ms,
     };
     let foreign = TokenKey::new(&[1; 32]).unwrap().sign(&claims(u64::MAX));
@@ -559,4 +580,48 @@ async fn connections_beyond_the_limit_are_told_to_come_again() {
     let error = NodeConnection::connect(&nowhere, "", &options).await.unwrap_err();
     assert!(error.to_string().contains("/nonexistent"), "{error}");
     node.stop().await;
+}
+
+#[tokio::test]
+async fn a_participant_speaks_for_its_own_fragments_alone() {
+    let node = Node::start().await;
+    let id = named(1);
+    let mut whole = node.connect(&id, TokenRight::Import, Route::Best).await;
+    whole.allocate(&SIZES).await.unwrap();
+    let part = TokenPart { participant: ParticipantId::new("rank0").unwrap(), epoch: 1 };
+    let own = token_of_part(&id, TokenRight::Import, Some(part));
+    let mut own = NodeConnection::connect(&node.endpoint, &own, &ConnectOptions::default()).await.unwrap();
+    let base = token(&named(2), TokenRight::Read);
+    let unit = DeriveUnit { unit: 0, base_unit: 0, bytes: SIZES[0], blake3: None, patch: None };
+    for refused in [
+        own.open_base(&base, &[]).await.map(drop),
+        own.derive(&[unit], |_| {}).await.map(drop),
+        own.read_offers(false).await.map(drop),
+        own.seal(b"{}").await.map(drop),
+        whole.offer(&[]).await.map(drop),
+    ] {
+        let TransferError::Refused(refused) = refused.unwrap_err() else { panic!("the node has not spoken") };
+        assert_eq!(refused.code, ErrorCode::Unauthorized, "{refused}");
+    }
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn a_connection_knows_that_the_node_has_closed_it() {
+    let node = Node::start_with(DataPlaneOptions { idle: Duration::from_millis(50), ..Default::default() }).await;
+    for route in [Route::Unix, Route::Tcp] {
+        let connection = node.connect(&named(1), TokenRight::Import, route).await;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while connection.is_open() {
+            assert!(Instant::now() < deadline, "an idle connection stays open");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+    let patient = Node::start().await;
+    let mut connection = patient.connect(&named(1), TokenRight::Import, Route::Tcp).await;
+    assert!(connection.is_open());
+    connection.allocate(&SIZES).await.unwrap();
+    assert!(connection.is_open());
+    node.stop().await;
+    patient.stop().await;
 }

@@ -202,6 +202,11 @@ impl Segment {
         &self.file
     }
 
+    /// Bytes of the file, whether they take memory or not.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Bytes of memory that the file takes.
     pub(crate) fn taken_bytes(&self) -> u64 {
         use std::os::unix::fs::MetadataExt;

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_schemas::frame::{
-    ByteRange, DATA_BYTES_MAX, DERIVED_RANGES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, DerivedRange, HOLDERS_MAX,
-    HelloReply, OFFERS_MAX, OfferedFragment, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request, RequestHeader, Response,
-    ResponseHeader, SegmentGrant, SourceRange,
+    ByteRange, DATA_BYTES_MAX, DERIVE_BYTES_MAX, DERIVED_RANGES_MAX, DESCRIPTORS_MAX, DOCUMENT_BYTES_MAX, DerivedRange,
+    HOLDERS_MAX, HelloReply, OFFERS_MAX, OfferedFragment, PROTOCOL_VERSION, RANGES_MAX, ReadRange, Request,
+    RequestHeader, Response, ResponseHeader, SegmentGrant, SourceRange,
 };
 use ballast_schemas::{BallastError, Digest, ErrorCode, NodeEndpoint, SessionId, TokenClaims, TokenRight, UNITS_MAX};
 use bytes::{Bytes, BytesMut};
@@ -34,6 +34,9 @@ const PIECE_BYTES: u64 = 1 << 20;
 const DOCUMENTS_MAX: usize = 8;
 /// Reads from disk ahead of need, over all connections; one more for each connection is always allowed.
 const READ_AHEAD_MAX: usize = 64;
+/// Pieces of derivations that block for disk or memory at once, over all connections and for each core. The threads that may
+/// block are shared with everything else that a node does.
+const DERIVATIONS_PER_CORE: usize = 2;
 /// How long a new connection may take to say hello.
 const HELLO_WAIT: Duration = Duration::from_secs(10);
 
@@ -93,6 +96,7 @@ struct Shared {
     documents: Semaphore,
     /// Reads from disk ahead of the one that a connection waits for, over all connections.
     read_ahead: Arc<Semaphore>,
+    derivations: Arc<Semaphore>,
 }
 
 impl DataPlane {
@@ -117,12 +121,14 @@ impl DataPlane {
             }
             None => (None, None),
         };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             store,
             gate,
             connections: Arc::new(Semaphore::new(options.connections_max)),
             documents: Semaphore::new(DOCUMENTS_MAX),
             read_ahead: Arc::new(Semaphore::new(READ_AHEAD_MAX)),
+            derivations: Arc::new(Semaphore::new(DERIVATIONS_PER_CORE * cores)),
             options,
         });
         let unix_path = shared.options.unix_socket.clone();
@@ -534,7 +540,7 @@ impl Connection<'_> {
     }
 
     async fn open_base(&mut self, token: &str, holders: &[NodeEndpoint]) -> Result<(), Failure> {
-        self.importer()?;
+        self.whole_importer()?;
         let claims = self.verify(token)?;
         if claims.right != TokenRight::Read {
             return Err(unauthorized("the token of a base must allow reading it"));
@@ -550,24 +556,29 @@ impl Connection<'_> {
     }
 
     async fn derive(&mut self, ranges: Vec<DerivedRange>, payload: &mut Payload) -> Result<(), Failure> {
-        let (claims, session_id) = self.importer()?;
+        let (claims, session_id) = self.whole_importer()?;
         if ranges.len() > DERIVED_RANGES_MAX {
             return Err(invalid(format!("{} ranges; at most {DERIVED_RANGES_MAX} fit one request", ranges.len())));
         }
-        let Some(mut base) = self.base.take() else {
+        let bytes = ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.bytes));
+        if bytes > DERIVE_BYTES_MAX {
+            return Err(invalid(format!("{bytes} bytes to make; at most {DERIVE_BYTES_MAX} fit one request")));
+        }
+        let expired = |base: &Base| check_time(&base.claims, now_unix_ms()).err();
+        if let Some(error) = self.base.as_ref().and_then(expired) {
+            return Err(unauthorized(error.to_string()));
+        }
+        let payload = self.read_payload(payload).await?;
+        let Some(base) = &mut self.base else {
             return Err(invalid("open the base first"));
         };
-        check_time(&base.claims, now_unix_ms()).map_err(|error| unauthorized(error.to_string()))?;
-        let payload = self.read_document(payload).await?;
         let work =
             Deriving { store: self.shared.store.clone(), instance: claims.instance, session_id, ranges, payload };
-        let made = tokio::task::spawn_blocking(move || {
-            let result = base.derive(&work);
-            (base, result)
-        });
-        let (base, result) = joined(made.await)?;
-        self.base = Some(base);
-        Ok(self.send(Response::Derived { units: result? }).await?)
+        let units = tokio::select! {
+            made = base.derive(work, &self.shared.derivations) => made?,
+            () = self.wire.closed() => return Err(WireError::Closed.into()),
+        };
+        Ok(self.send(Response::Derived { units }).await?)
     }
 
     async fn seal(&mut self, payload: &mut Payload) -> Result<(), Failure> {
@@ -578,9 +589,14 @@ impl Connection<'_> {
         Ok(self.send(Response::Sealed(receipt)).await?)
     }
 
-    /// Reads a whole payload. Its buffer grows with what comes, not with what was announced.
+    /// Reads a payload that may be large: few of them are in hand at once.
     async fn read_document(&mut self, payload: &mut Payload) -> Result<Bytes, Failure> {
         let _permit = self.shared.documents.acquire().await.map_err(|_| invalid("the node is stopping"))?;
+        Ok(self.read_payload(payload).await?)
+    }
+
+    /// Reads a whole payload. Its buffer grows with what comes, not with what was announced.
+    async fn read_payload(&mut self, payload: &mut Payload) -> Result<Bytes, WireError> {
         let mut document = BytesMut::new();
         while payload.left > 0 {
             let have = document.len();

@@ -137,6 +137,15 @@ pub(crate) fn effect(id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -
     UnitEffect { instance: id.clone(), fence: at(fence), units }
 }
 
+/// Waits until something comes about.
+pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while !so() {
+        assert!(std::time::Instant::now() < deadline, "{what}: not within 30 s");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
 /// How a request of a cold engine goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {

@@ -173,6 +173,7 @@ mod tests {
             right: TokenRight::Read,
             subject: "lease".into(),
             part: None,
+            holders: None,
             expires_unix_ms: 1_000_000,
         }
     }

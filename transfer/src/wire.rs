@@ -64,6 +64,17 @@ impl Wire {
         matches!(self.socket, Socket::Unix(_))
     }
 
+    /// Whether the peer has not closed the connection, as far as is known here. Asked between two frames only.
+    pub(crate) fn is_open(&self) -> bool {
+        let socket = match &self.socket {
+            Socket::Tcp(socket) => socket.as_fd(),
+            Socket::Unix(socket) => socket.as_fd(),
+        };
+        let received = rustix::net::recv(socket, &mut [0_u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        // What comes between two frames is a last word before it closes.
+        matches!(received, Err(rustix::io::Errno::AGAIN))
+    }
+
     /// Reads a frame's header. `idle` bounds the wait for its first byte.
     pub(crate) async fn read_header<T: DeserializeOwned>(&mut self, idle: Duration) -> Result<T, WireError> {
         let mut wait = idle;
@@ -132,6 +143,23 @@ impl Wire {
             return Err(WireError::Malformed(format!("{found} descriptors came, its header speaks of {count}")));
         }
         Ok(self.descriptors.drain(..count).collect())
+    }
+
+    /// Waits until the peer has closed the connection, which a peer that awaits an answer shows in no other way.
+    pub(crate) async fn closed(&self) {
+        let peek = |socket: BorrowedFd<'_>| {
+            let mut byte = [0];
+            let (bytes, _) = rustix::net::recv(socket, &mut byte, RecvFlags::PEEK)?;
+            Ok(bytes)
+        };
+        let peeked = match &self.socket {
+            Socket::Tcp(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+            Socket::Unix(socket) => socket.async_io(Interest::READABLE, || peek(socket.as_fd())).await,
+        };
+        // A peer that has sent its next request already is still there.
+        if matches!(peeked, Ok(1..)) {
+            std::future::pending().await
+        }
     }
 
     async fn receive(&mut self, buffer: &mut [u8], wait: Duration) -> Result<usize, WireError> {
@@ -286,6 +314,24 @@ mod tests {
         left.write_frame(&header(0, 1), &[], &[]).await.unwrap();
         right.read_header::<RequestHeader>(STALL).await.unwrap();
         assert!(right.take_descriptors(1).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_goes_is_noticed_while_nothing_is_read() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (left, right) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let tcp = [left.unwrap(), right.unwrap().0].map(|socket| Wire::new(Socket::Tcp(socket), STALL));
+        for (left, mut right) in [tcp.into(), pair()] {
+            let gone =
+                async |right: &Wire| tokio::time::timeout(Duration::from_millis(50), right.closed()).await.is_ok();
+            assert!(!gone(&right).await);
+            let mut left = left;
+            left.write_frame(&header(0, 0), &[], &[]).await.unwrap();
+            assert!(!gone(&right).await, "what it sent is still to be read");
+            right.read_header::<RequestHeader>(STALL).await.unwrap();
+            drop(left);
+            tokio::time::timeout(STALL, right.closed()).await.unwrap();
+        }
     }
 
     #[tokio::test]

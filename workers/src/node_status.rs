@@ -170,6 +170,7 @@ fn status(
         instances: usage.instances,
         quarantined: usage.quarantined,
         objects: usage.objects,
+        shared_imports: true,
         labels,
     }
 }

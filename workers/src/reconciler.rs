@@ -87,6 +87,7 @@ mod tests {
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),
+            shared_imports: true,
             labels: BTreeMap::new(),
         }
     }

@@ -265,6 +265,7 @@ impl Fold<'_> {
         let needed = match command.family() {
             0 => None,
             12 => Some(Capability::WeightLineage),
+            13 => Some(Capability::WeightSharing),
             _ => Some(Capability::WeightManagement),
         };
         if let Some(capability) = needed.filter(|capability| !self.state.has_capability(*capability)) {
@@ -286,7 +287,7 @@ impl Fold<'_> {
             Command::ConfirmCapability(c) => self.confirm_capability(c),
             Command::SnapshotCommitted(c) => self.snapshot_committed(c),
             Command::RaiseFoldVersion(c) => self.raise_fold_version(c),
-            Command::BeginImport(c) => self.begin_import(c, &[]),
+            Command::BeginImport(c) => self.begin_import(c, None),
             Command::BeginSharedImport(c) => self.begin_shared_import(c),
             Command::JoinImport(c) => self.join_import(c),
             Command::RenewPart(c) => self.renew_part(c),
@@ -325,11 +326,7 @@ impl Fold<'_> {
 
     /// The revision, or NOT_FOUND.
     pub fn revision(&self, identity: &RevisionIdentity) -> Result<&Revision, Rejection> {
-        self.state
-            .record
-            .revisions
-            .get(identity)
-            .ok_or_else(|| Rejection::new(ErrorCode::NotFound, format!("revision {identity} does not exist")))
+        self.state.existing(identity)
     }
 
     /// Changes a revision without changing its record's generation, and keeps the index true.

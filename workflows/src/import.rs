@@ -4,28 +4,119 @@
 use std::collections::BTreeSet;
 
 use ballast_schemas::{
-    AbortImport, Availability, BeginImport, ClaimPhase, CommitImport, Digest, ErrorCode, EventBody, IMPORT_TTL_MS_MAX,
-    ImportSession, InstanceId, ManifestRef, MigrationTrigger, NodeId, Outcome, ParticipantId, Receipt, Rejection,
-    RenewImport, Reply, Residency, RevisionIdentity, SessionId, UNITS_MAX, UpsertMode, WeightRevisionMetadata,
-    WeightStoragePolicy,
+    AbortImport, Availability, BallastError, BeginImport, BeginSharedImport, ClaimPhase, CommitImport, Coordinator,
+    Digest, ErrorCode, EventBody, IMPORT_TTL_MS_MAX, ImportSession, InstanceId, ManifestRef, MigrationTrigger, NodeId,
+    Outcome, Receipt, Rejection, RenewImport, Reply, Residency, RevisionIdentity, SessionId, UNITS_MAX, UpsertMode,
+    WeightRevisionMetadata, WeightStoragePolicy,
 };
 
 use crate::fold::{Fold, details, reject};
 use crate::participants;
 use crate::revision::{Import, Revision, Settled, claim_busy};
+use crate::state::State;
 
 /// Nodes that one import may be placed on.
 const PLACEMENT_NODES_MAX: usize = 256;
 
+impl State {
+    /// The open import session of a revision, if it is this one.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`, `CONFLICT` when another session is open or the revision is published, `LEASE_EXPIRED` when the session
+    /// has ended: whoever asks hears the same, before the log and from it.
+    pub fn open_import(
+        &self,
+        identity: &RevisionIdentity,
+        session_id: &SessionId,
+    ) -> Result<&ImportSession, BallastError> {
+        Ok(&self.open(identity, session_id)?.session)
+    }
+
+    /// As [`State::open_import`], for whoever is about to speak for the session.
+    ///
+    /// # Errors
+    /// Also those of a run that is not the session's coordinator any more.
+    pub fn coordinated_import(
+        &self,
+        identity: &RevisionIdentity,
+        session_id: &SessionId,
+        coordinator: Option<&Coordinator>,
+    ) -> Result<&ImportSession, BallastError> {
+        Ok(&self.coordinated(identity, session_id, coordinator)?.session)
+    }
+
+    /// No session but this one is open for the revision.
+    ///
+    /// # Errors
+    /// `BUSY` naming the session that is.
+    pub fn expect_no_other_import(
+        &self,
+        identity: &RevisionIdentity,
+        session_id: &SessionId,
+    ) -> Result<(), BallastError> {
+        self.expect_not_busy(identity, session_id).map_err(BallastError::from)
+    }
+
+    fn expect_not_busy(&self, identity: &RevisionIdentity, session_id: &SessionId) -> Result<(), Rejection> {
+        let Some(session) = self.import(identity).filter(|session| session.session_id != *session_id) else {
+            return Ok(());
+        };
+        let left_ms = session.expires_at.since(self.log_clock());
+        let message = format!(
+            "revision {identity} is being imported by session {}, which ends in {left_ms} ms unless renewed; begin again then",
+            session.session_id
+        );
+        Err(Rejection::new(ErrorCode::Busy, message).with_details(details([
+            ("session_id", session.session_id.as_str().into()),
+            ("session_expiry_ms", left_ms.into()),
+        ])))
+    }
+
+    pub(crate) fn open(&self, identity: &RevisionIdentity, session_id: &SessionId) -> Result<&Import, Rejection> {
+        let revision = self.existing(identity)?;
+        let Some(import) = &revision.import else {
+            let found = revision.metadata.availability;
+            if revision.published.is_some() {
+                return Err(Rejection::new(
+                    ErrorCode::Conflict,
+                    format!("revision {identity} is published ({found}); its import is over"),
+                ));
+            }
+            let message = format!("the import session of revision {identity} has ended ({found}); begin a new import");
+            return Err(Rejection::new(ErrorCode::LeaseExpired, message));
+        };
+        if import.session.session_id != *session_id {
+            let message = format!(
+                "revision {identity} is being imported by session {}, not by {session_id}",
+                import.session.session_id
+            );
+            return Err(Rejection::new(ErrorCode::Conflict, message));
+        }
+        Ok(import)
+    }
+
+    pub(crate) fn coordinated(
+        &self,
+        identity: &RevisionIdentity,
+        session_id: &SessionId,
+        coordinator: Option<&Coordinator>,
+    ) -> Result<&Import, Rejection> {
+        let import = self.open(identity, session_id)?;
+        import.expect_coordinator(coordinator)?;
+        Ok(import)
+    }
+}
+
 impl Fold<'_> {
-    pub fn begin_import(&mut self, command: &BeginImport, participants: &[ParticipantId]) -> Outcome {
+    /// `shared`: the same import's, where there are several writers.
+    pub fn begin_import(&mut self, command: &BeginImport, shared: Option<&BeginSharedImport>) -> Outcome {
         let before = self.state.record.revisions.before(&command.identity);
         let identity = &before.map_or_else(|| command.identity.clone(), |before| command.identity.sharing(before));
         expect_announcement(command)?;
         let mut generation = 1;
         if let Some(revision) = self.state.record.revisions.get(identity) {
-            if let Some(import) = &revision.import {
-                return self.begun_before(command, participants, import);
+            if revision.import.is_some() {
+                return self.begun_before(command, shared);
             }
             match revision.metadata.availability {
                 Availability::Deleting => {
@@ -59,6 +150,7 @@ impl Fold<'_> {
             placement_digest: command.placement_digest,
             ttl_ms: command.ttl_ms,
             expires_at: self.clock().plus_ms(command.ttl_ms),
+            epoch: u64::from(shared.is_some()),
         };
         let metadata = WeightRevisionMetadata {
             identity: identity.clone(),
@@ -81,7 +173,8 @@ impl Fold<'_> {
             policy: command.policy,
             logical_bytes: command.logical_bytes,
             unit_count: command.unit_count,
-            parts: participants::declared(participants, self.clock()),
+            parts: shared.map(|shared| participants::declared(shared, self.clock())).unwrap_or_default(),
+            coordinators: shared.map(|shared| shared.writer_id.clone()).into_iter().collect(),
         };
         let revision = Revision {
             metadata,
@@ -109,19 +202,11 @@ impl Fold<'_> {
     }
 
     /// Somebody's session is open already: the caller's own, or another one's.
-    fn begun_before(&self, command: &BeginImport, participants: &[ParticipantId], import: &Import) -> Outcome {
+    fn begun_before(&mut self, command: &BeginImport, shared: Option<&BeginSharedImport>) -> Outcome {
+        self.state.expect_not_busy(&command.identity, &command.session_id)?;
+        let import = self.state.open(&command.identity, &command.session_id)?;
         let session = &import.session;
-        if session.session_id != command.session_id {
-            let left_ms = session.expires_at.since(self.clock());
-            let message = format!(
-                "revision {} is being imported by session {}, which ends in {left_ms} ms unless renewed; begin again then",
-                command.identity, session.session_id
-            );
-            return Err(Rejection::new(ErrorCode::Busy, message).with_details(details([
-                ("session_id", session.session_id.as_str().into()),
-                ("session_expiry_ms", left_ms.into()),
-            ])));
-        }
+        let participants = shared.map_or(&[][..], |shared| &shared.participants);
         // Where it was placed is the gateway's choice, so a repeat may name other nodes: the first choice stands.
         let same = session.placement_digest == command.placement_digest
             && session.ttl_ms == command.ttl_ms
@@ -130,13 +215,16 @@ impl Fold<'_> {
             && import.unit_count == command.unit_count
             && import.parts.len() == participants.len()
             && participants.iter().all(|participant| import.parts.contains_key(participant));
-        if same {
-            return Ok(Reply::Import(Box::new(session.clone())));
+        if !same {
+            return reject(
+                ErrorCode::Conflict,
+                format!("session {} was begun for other content; choose a new session id", session.session_id),
+            );
         }
-        reject(
-            ErrorCode::Conflict,
-            format!("session {} was begun for other content; choose a new session id", session.session_id),
-        )
+        match shared {
+            None => Ok(Reply::Import(Box::new(session.clone()))),
+            Some(shared) => self.coordinate(shared),
+        }
     }
 
     fn expect_above_watermark(&self, identity: &RevisionIdentity) -> Result<(), Rejection> {
@@ -174,39 +262,16 @@ impl Fold<'_> {
         Ok(command.policy.or(claim.policy).or_else(of_base).unwrap_or(self.state.config().default_policy))
     }
 
-    /// The open session, if it is the caller's.
-    pub fn session(&self, identity: &RevisionIdentity, session_id: &SessionId) -> Result<&Import, Rejection> {
-        let revision = self.revision(identity)?;
-        let Some(import) = &revision.import else {
-            let found = revision.metadata.availability;
-            if revision.published.is_some() {
-                return Err(Rejection::new(
-                    ErrorCode::Conflict,
-                    format!("revision {identity} is published ({found}); its import is over"),
-                ));
-            }
-            let message = format!("the import session of revision {identity} has ended ({found}); begin a new import");
-            return Err(Rejection::new(ErrorCode::LeaseExpired, message));
-        };
-        if import.session.session_id != *session_id {
-            let message = format!(
-                "revision {identity} is being imported by session {}, not by {session_id}",
-                import.session.session_id
-            );
-            return Err(Rejection::new(ErrorCode::Conflict, message));
-        }
-        Ok(import)
-    }
-
     pub fn renew_import(&mut self, command: &RenewImport) -> Outcome {
-        let ttl_ms = self.session(&command.identity, &command.session_id)?.session.ttl_ms;
+        let RenewImport { identity, session_id, coordinator } = command;
+        let ttl_ms = self.state.coordinated(identity, session_id, coordinator.as_ref())?.session.ttl_ms;
         let expires_at = self.clock().plus_ms(ttl_ms);
-        self.edit_revision(&command.identity, |revision| {
+        self.edit_revision(identity, |revision| {
             if let Some(import) = &mut revision.import {
                 import.session.expires_at = import.session.expires_at.max(expires_at);
             }
         });
-        let session = &self.session(&command.identity, &command.session_id)?.session;
+        let session = &self.state.open(identity, session_id)?.session;
         Ok(Reply::Import(Box::new(session.clone())))
     }
 
@@ -223,8 +288,8 @@ impl Fold<'_> {
             );
             return reject(ErrorCode::Conflict, message);
         }
-        let import = self.session(identity, &command.session_id)?;
-        participants::expect_all_done(import, self.clock())?;
+        let import = self.state.coordinated(identity, &command.session_id, command.coordinator.as_ref())?;
+        import.expect_all_done(self.clock())?;
         expect_summary(import, command)?;
         expect_receipts(&import.session, command)?;
         self.expect_above_watermark(identity)?;
@@ -261,7 +326,7 @@ impl Fold<'_> {
         if ended && revision.published.is_none() {
             return self.revision_reply(identity);
         }
-        self.session(identity, &command.session_id)?;
+        self.state.coordinated(identity, &command.session_id, command.coordinator.as_ref())?;
         self.end_import(identity, "its importer aborted it");
         self.revision_reply(identity)
     }

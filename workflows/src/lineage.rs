@@ -477,11 +477,14 @@ fn expect_arguments(command: &BeginReplacement) -> Result<(), Rejection> {
     Ok(())
 }
 
+/// One that was given up begins anew, on the base as it is by then: a generation is compared with the base's, and not with what
+/// it was before.
 fn is_same_request(claim: &ReplacementClaim, command: &BeginReplacement) -> bool {
     claim.base == command.base
         && claim.target == command.target
         && claim.mode == command.mode
-        && claim.expected_base_generation == command.expected_metadata_generation
+        && (claim.phase == ClaimPhase::Aborted
+            || claim.expected_base_generation == command.expected_metadata_generation)
         && claim.policy == command.policy
 }
 

@@ -5,17 +5,51 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ballast_schemas::{
-    BeginSharedImport, ErrorCode, IMPORT_PARTICIPANTS_MAX, ImportPart, InstanceId, JoinImport, LogTime, Outcome,
-    PartWriter, ParticipantId, Rejection, Reply, RevisionIdentity, SessionId, missing_parts,
+    BallastError, BeginSharedImport, Coordinator, ErrorCode, IMPORT_PARTICIPANT_NAMES_BYTES_MAX,
+    IMPORT_PARTICIPANTS_MAX, ImportPart, ImportSession, InstanceId, JoinImport, LogTime, Outcome, PartWriter,
+    ParticipantId, Rejection, Reply, RevisionIdentity, SessionId, missing_parts,
 };
 
 use crate::fold::{Fold, details, reject};
 use crate::revision::{Import, Part};
+use crate::state::State;
+
+/// Runs of a session's coordinator that are remembered: the begin of one that was replaced may be read late, and must not
+/// replace its successor.
+pub(crate) const COORDINATORS_REMEMBERED: usize = 8;
 
 /// Every participant, before it has joined.
-pub(crate) fn declared(participants: &[ParticipantId], now: LogTime) -> BTreeMap<ParticipantId, Part> {
+pub(crate) fn declared(shared: &BeginSharedImport, now: LogTime) -> BTreeMap<ParticipantId, Part> {
     let part = Part { epoch: 0, writer_id: None, heard_at: now, done: false };
-    participants.iter().map(|participant| (participant.clone(), part.clone())).collect()
+    shared.participants.iter().map(|participant| (participant.clone(), part.clone())).collect()
+}
+
+impl State {
+    /// The latest run of a participant may speak.
+    ///
+    /// # Errors
+    /// As [`State::open_import`]; `LEASE_EXPIRED` for another import, `CONFLICT` under another epoch than the participant's.
+    pub fn expect_part(&self, own: &PartWriter) -> Result<(), BallastError> {
+        self.expect_epoch(own).map_err(BallastError::from)
+    }
+
+    fn expect_epoch(&self, own: &PartWriter) -> Result<(), Rejection> {
+        let PartWriter { identity, session_id, participant, instance, epoch } = own;
+        let import = self.open(identity, session_id)?;
+        import.expect_instance(instance, "join it again")?;
+        let part = import.part(participant)?;
+        let message = match part.epoch {
+            0 => format!(
+                "participant {participant} of session {session_id} has not joined; it joins before it says more"
+            ),
+            latest if latest == *epoch => return Ok(()),
+            latest => format!(
+                "participant {participant} of session {session_id} is at epoch {latest}, not {epoch}: another run of it has joined"
+            ),
+        };
+        Err(Rejection::new(ErrorCode::Conflict, message)
+            .with_details(details([("participant", participant.as_str().into()), ("epoch", part.epoch.into())])))
+    }
 }
 
 impl Part {
@@ -43,12 +77,45 @@ impl Fold<'_> {
                 ),
             );
         }
-        self.begin_import(&command.import, &command.participants)
+        let bytes = command.participants.iter().fold(0_usize, |sum, name| sum.saturating_add(name.as_str().len()));
+        if bytes > IMPORT_PARTICIPANT_NAMES_BYTES_MAX {
+            return reject(
+                ErrorCode::InvalidArgument,
+                format!(
+                    "the names of the {count} participants have {bytes} bytes; at most {IMPORT_PARTICIPANT_NAMES_BYTES_MAX} are allowed, give shorter ones"
+                ),
+            );
+        }
+        self.begin_import(&command.import, Some(command))
+    }
+
+    /// A session with several writers was found open by the run that coordinates it, or by another one, which takes its place.
+    pub fn coordinate(&mut self, command: &BeginSharedImport) -> Outcome {
+        let BeginSharedImport { import: begun, writer_id, .. } = command;
+        let import = self.state.open(&begun.identity, &begun.session_id)?;
+        if import.coordinators.last() == Some(writer_id) {
+            return Ok(Reply::Import(Box::new(import.session.clone())));
+        }
+        if import.coordinators.contains(writer_id) {
+            return Err(import.superseded());
+        }
+        let expires_at = self.clock().plus_ms(import.session.ttl_ms);
+        self.edit_revision(&begun.identity, |revision| {
+            let Some(import) = &mut revision.import else { return };
+            import.session.epoch = import.session.epoch.saturating_add(1);
+            import.session.expires_at = import.session.expires_at.max(expires_at);
+            import.coordinators.push(writer_id.clone());
+            if import.coordinators.len() > COORDINATORS_REMEMBERED {
+                import.coordinators.remove(0);
+            }
+        });
+        let session = &self.state.open(&begun.identity, &begun.session_id)?.session;
+        Ok(Reply::Import(Box::new(session.clone())))
     }
 
     pub fn join_import(&mut self, command: &JoinImport) -> Outcome {
         let JoinImport { identity, session_id, participant, writer_id, placement_digest } = command;
-        let import = self.session(identity, session_id)?;
+        let import = self.state.open(identity, session_id)?;
         let part = import.part(participant)?;
         let expected = import.session.placement_digest;
         if expected != *placement_digest {
@@ -59,43 +126,25 @@ impl Fold<'_> {
                 .with_details(details([("participant", participant.as_str().into())])));
         }
         let again = part.writer_id.as_ref() == Some(writer_id);
-        let epoch = if again { part.epoch } else { part.epoch.saturating_add(1) };
         self.hear_of(identity, session_id, participant, |part| {
-            part.epoch = epoch;
+            if again {
+                return;
+            }
+            // Another run may hold other bytes, and offers them from now on: what the one before it had finished is open again.
+            part.epoch = part.epoch.saturating_add(1);
             part.writer_id = Some(writer_id.clone());
+            part.done = false;
         })
     }
 
     pub fn renew_part(&mut self, command: &PartWriter) -> Outcome {
-        self.expect_epoch(command)?;
+        self.state.expect_epoch(command)?;
         self.hear_of(&command.identity, &command.session_id, &command.participant, |_| {})
     }
 
-    /// What was done stays done: another run of the same participant finds its bytes on the nodes.
     pub fn finish_part(&mut self, command: &PartWriter) -> Outcome {
-        self.expect_epoch(command)?;
+        self.state.expect_epoch(command)?;
         self.hear_of(&command.identity, &command.session_id, &command.participant, |part| part.done = true)
-    }
-
-    fn expect_epoch(&self, command: &PartWriter) -> Result<(), Rejection> {
-        let PartWriter { identity, session_id, participant, instance, epoch } = command;
-        let import = self.session(identity, session_id)?;
-        if import.session.instance != *instance {
-            let message = format!(
-                "the import of {instance} has ended, and session {session_id} of {identity} was begun again; join it again"
-            );
-            return Err(Rejection::new(ErrorCode::LeaseExpired, message));
-        }
-        let part = import.part(participant)?;
-        if part.epoch == *epoch {
-            return Ok(());
-        }
-        let message = format!(
-            "participant {participant} of session {session_id} is at epoch {}, not {epoch}: another run of it has joined",
-            part.epoch
-        );
-        Err(Rejection::new(ErrorCode::Conflict, message)
-            .with_details(details([("participant", participant.as_str().into()), ("epoch", part.epoch.into())])))
     }
 
     /// A sign of life: whoever gives one keeps the session open.
@@ -107,7 +156,7 @@ impl Fold<'_> {
         change: impl FnOnce(&mut Part),
     ) -> Outcome {
         let clock = self.clock();
-        let expires_at = clock.plus_ms(self.session(identity, session_id)?.session.ttl_ms);
+        let expires_at = clock.plus_ms(self.state.open(identity, session_id)?.session.ttl_ms);
         self.edit_revision(identity, |revision| {
             let Some(import) = &mut revision.import else { return };
             import.session.expires_at = import.session.expires_at.max(expires_at);
@@ -116,7 +165,7 @@ impl Fold<'_> {
                 change(part);
             }
         });
-        let import = self.session(identity, session_id)?;
+        let import = self.state.open(identity, session_id)?;
         Ok(Reply::Part(Box::new(import.part(participant)?.view(participant, &import.session.instance))))
     }
 }
@@ -142,12 +191,50 @@ impl Import {
                 .with_details(details([("participant", participant.as_str().into())]))
         })
     }
-}
 
-/// Whoever is missing is named, with when it was last heard of.
-pub(crate) fn expect_all_done(import: &Import, now: LogTime) -> Result<(), Rejection> {
-    let parts = import.views();
-    missing_parts(&parts, now).map_or(Ok(()), Err)
+    /// Whoever is missing is named, with when it was last heard of.
+    pub fn expect_all_done(&self, now: LogTime) -> Result<(), Rejection> {
+        missing_parts(&self.views(), now).map_or(Ok(()), Err)
+    }
+
+    /// A session with several writers listens to the latest run of its coordinator alone. One with a single writer has the
+    /// name that its importer made up, which nobody else knows.
+    pub fn expect_coordinator(&self, coordinator: Option<&Coordinator>) -> Result<(), Rejection> {
+        let ImportSession { session_id, identity, epoch, .. } = &self.session;
+        match coordinator {
+            None if *epoch == 0 => Ok(()),
+            None => {
+                let message = format!(
+                    "session {session_id} of {identity} has several writers; say with `coordinator` which run speaks for it: the instance and the epoch that its begin answered"
+                );
+                Err(Rejection::new(ErrorCode::InvalidArgument, message))
+            }
+            Some(Coordinator { instance, epoch: own }) => {
+                self.expect_instance(instance, "begin another import")?;
+                if own == epoch { Ok(()) } else { Err(self.superseded()) }
+            }
+        }
+    }
+
+    fn superseded(&self) -> Rejection {
+        let ImportSession { session_id, identity, epoch, .. } = &self.session;
+        let message = format!(
+            "session {session_id} of {identity} is at epoch {epoch} of its coordinator: another run has taken it over, leave it to that one"
+        );
+        Rejection::new(ErrorCode::Conflict, message).with_details(details([("epoch", (*epoch).into())]))
+    }
+
+    /// A session's epochs begin at 1 again when its name is begun again.
+    fn expect_instance(&self, instance: &InstanceId, otherwise: &str) -> Result<(), Rejection> {
+        let ImportSession { session_id, identity, instance: open, .. } = &self.session;
+        if open == instance {
+            return Ok(());
+        }
+        let message = format!(
+            "the import of {instance} has ended, and session {session_id} of {identity} was begun again; {otherwise}"
+        );
+        Err(Rejection::new(ErrorCode::LeaseExpired, message))
+    }
 }
 
 #[cfg(test)]

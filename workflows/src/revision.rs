@@ -77,6 +77,9 @@ pub(crate) struct Import {
     /// Who has to bring a part; none where there is one writer.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parts: BTreeMap<ParticipantId, Part>,
+    /// The last runs that have coordinated it, the latest last; none where there is one writer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub coordinators: Vec<WriterId>,
 }
 
 /// One participant of an open import.

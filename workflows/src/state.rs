@@ -7,11 +7,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use ballast_schemas::{
-    Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest,
+    Availability, BallastError, Capability, ClaimPhase, ClusterConfig, ClusterId, CommandId, Digest, ErrorCode,
     FOLD_VERSION_FIRST, ImportPart, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LeaseId, LineageKey,
-    ListRequest, LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, ReplacementClaim, ReplicaId,
-    Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode, WeightOperation,
-    WeightRevisionMetadata,
+    ListRequest, LogPosition, LogTime, MigrationTrigger, NodeId, OperationId, Outcome, Rejection, ReplacementClaim,
+    ReplicaId, Residency, RevisionIdentity, RevisionPage, RevisionView, SnapshotCommitted, TenantId, UpsertMode,
+    WeightOperation, WeightRevisionMetadata,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -22,7 +22,6 @@ use crate::invariants::{self, Violation};
 use crate::lineage::Lineage;
 use crate::list;
 use crate::operation::{Operation, OperationKey};
-use crate::participants;
 use crate::pressure::Rounds;
 use crate::recent::Recent;
 use crate::revision::{Lease, Revision};
@@ -215,6 +214,12 @@ impl State {
         self.record.revisions.get(identity).map(|revision| &revision.metadata)
     }
 
+    /// A revision, or NOT_FOUND.
+    pub(crate) fn existing(&self, identity: &RevisionIdentity) -> Result<&Revision, Rejection> {
+        let found = self.record.revisions.get(identity);
+        found.ok_or_else(|| Rejection::new(ErrorCode::NotFound, format!("revision {identity} does not exist")))
+    }
+
     /// A revision's record with the live figures beside it.
     #[must_use]
     pub fn view(&self, identity: &RevisionIdentity) -> Option<RevisionView> {
@@ -247,7 +252,7 @@ impl State {
     /// `NOT_READY` naming those that have not.
     pub fn expect_parts(&self, identity: &RevisionIdentity) -> Result<(), BallastError> {
         let import = self.record.revisions.get(identity).and_then(|revision| revision.import.as_ref());
-        import.map_or(Ok(()), |import| Ok(participants::expect_all_done(import, self.log_clock())?))
+        import.map_or(Ok(()), |import| Ok(import.expect_all_done(self.log_clock())?))
     }
 
     /// Every READY or DEGRADED revision.

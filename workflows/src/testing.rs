@@ -91,6 +91,7 @@ pub(crate) fn commit(session: &ImportSession, manifest: ManifestRef) -> CommitIm
         session_id: session.session_id.clone(),
         receipts: session.placement.iter().map(receipt).collect(),
         manifest,
+        coordinator: session.coordinator(),
     }
 }
 

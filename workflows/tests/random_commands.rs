@@ -107,6 +107,7 @@ fn commit(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command
         Some(session) => session.instance.clone(),
         None => InstanceId { group_id: identity.group_id(), position: LogPosition { seq: dice.below(40), index: 0 } },
     };
+    let coordinator = coordinator(dice, session.as_ref());
     let session_id = session.map_or_else(|| SessionId::new("s1").unwrap(), |session| session.session_id);
     let manifest = ManifestRef {
         key: identity.manifest_key(),
@@ -127,7 +128,18 @@ fn commit(dice: &mut Dice, state: &State, identity: RevisionIdentity) -> Command
         checksums_digest: Digest::of(b"checksums"),
         manifest: manifest.clone(),
     };
-    Command::CommitImport(CommitImport { identity, session_id, manifest, receipts: vec![receipt] })
+    Command::CommitImport(CommitImport { identity, session_id, manifest, receipts: vec![receipt], coordinator })
+}
+
+/// Mostly the one that speaks for the session.
+fn coordinator(dice: &mut Dice, session: Option<&ImportSession>) -> Option<Coordinator> {
+    let found = session.and_then(ImportSession::coordinator)?;
+    match dice.below(8) {
+        0 => None,
+        1 => Some(Coordinator { epoch: found.epoch + 1, ..found }),
+        2 => Some(Coordinator { epoch: found.epoch - 1, ..found }),
+        _ => Some(found),
+    }
 }
 
 fn participant(n: u64) -> ParticipantId {
@@ -191,14 +203,21 @@ fn command(dice: &mut Dice, state: &State) -> Command {
             match dice.below(3) {
                 0 => {
                     let participants = (0..dice.below(4)).map(participant).collect();
-                    Command::BeginSharedImport(BeginSharedImport { import, participants })
+                    let writer_id = WriterId::new(format!("w{}", dice.below(3))).unwrap();
+                    Command::BeginSharedImport(BeginSharedImport { import, participants, writer_id })
                 }
                 _ => Command::BeginImport(import),
             }
         }
         4..8 => commit(dice, state, identity),
-        8 => Command::RenewImport(RenewImport { identity, session_id }),
-        9 => Command::AbortImport(AbortImport { identity, session_id }),
+        8 => {
+            let coordinator = coordinator(dice, state.import(&identity));
+            Command::RenewImport(RenewImport { identity, session_id, coordinator })
+        }
+        9 => {
+            let coordinator = coordinator(dice, state.import(&identity));
+            Command::AbortImport(AbortImport { identity, session_id, coordinator })
+        }
         10 => Command::UpdatePolicy(UpdatePolicy { identity, policy: policy(dice), expected_metadata_generation }),
         11 => Command::Remove(Remove { identity, expected_metadata_generation }),
         12 | 13 => {

@@ -99,7 +99,10 @@ pub fn decided(outcome: Option<&Outcome>) -> String {
             Reply::Done => "done".to_owned(),
             Reply::Clock(at) => format!("log clock {} ms", at.0),
             Reply::Round(operations) => format!("{} migrations started", operations.len()),
-            Reply::Import(session) => format!("session {} until {} ms", session.session_id, session.expires_at.0),
+            Reply::Import(session) => match session.epoch {
+                0 => format!("session {} until {} ms", session.session_id, session.expires_at.0),
+                epoch => format!("session {}, epoch {epoch}, until {} ms", session.session_id, session.expires_at.0),
+            },
             Reply::Part(part) => match part.done {
                 true => format!("{}, epoch {}, done", part.participant, part.epoch),
                 false => format!("{}, epoch {}", part.participant, part.epoch),

@@ -37,19 +37,32 @@ pub(super) fn lower(
         }
         let twice = patch.elements.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
         if let (Semantics::Overwrite, Some(element)) = (semantics, twice) {
-            let names = manifest.affinity_groups().get(*unit as usize).map(|names| names.join(", "));
-            let tensor = names.unwrap_or_default();
-            let message = format!(
-                "the deltas of tensor {tensor:?} overwrite element {element} of its storage twice; which is meant?"
-            );
-            return Err(BallastError::invalid(message).with_details(json!({ "tensor": tensor })));
+            return Err(overwritten_twice(manifest, deltas, *unit, element));
         }
     }
     patches.retain(|_, patch| !patch.elements.is_empty());
     Ok(patches)
 }
 
-/// What one delta changes, sorted; `None` where its tensor has no bytes.
+/// Says which element it is, in the coordinates of the tensor.
+fn overwritten_twice(manifest: &Manifest, deltas: &[SparseDelta], unit: u32, element: u64) -> BallastError {
+    let names = manifest.affinity_groups().get(unit as usize).map(|names| names.join(", ")).unwrap_or_default();
+    let found = deltas.iter().find_map(|delta| {
+        let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
+        fragments.first().filter(|fragment| fragment.unit == unit)?;
+        let entry = places(delta, &fragments).ok()?.iter().position(|place| *place == element)?;
+        let mut at = vec![0; delta.global_shape().len()];
+        locate(delta.elements()[entry], delta.global_shape(), &mut at);
+        Some((delta.tensor_id(), at))
+    });
+    let (tensor, at) = found.unwrap_or_default();
+    BallastError::invalid(format!(
+        "the deltas of tensor {names:?} overwrite the element at {at:?} twice; which is meant?"
+    ))
+    .with_details(json!({ "tensor": tensor, "coordinates": at }))
+}
+
+/// What one delta changes, sorted; `None` where that is nothing, or its tensor has no bytes.
 fn lower_one(
     manifest: &Manifest,
     delta: &SparseDelta,
@@ -58,6 +71,9 @@ fn lower_one(
     let rule = rule(manifest, delta, semantics)?;
     let fragments: Vec<&Fragment> = manifest.fragments_of(delta.tensor_id()).collect();
     let Some(unit) = fragments.first().map(|fragment| fragment.unit) else { return Ok(None) };
+    if delta.nnz() == 0 {
+        return Ok(None);
+    }
     let mut patch = UnitPatch { rule, elements: places(delta, &fragments)?, values: delta.values().to_vec() };
     sort(&mut patch);
     Ok(Some((unit, patch)))
@@ -72,7 +88,8 @@ fn rule(manifest: &Manifest, delta: &SparseDelta, semantics: Semantics) -> Resul
     if tensor.layout_fingerprint != ROW_MAJOR {
         return Err(delta.refuse(format!("{} has no elements that could be addressed", tensor.dtype)));
     }
-    if tensor.dtype != delta.dtype() {
+    // No values are of no type: an empty list has none.
+    if tensor.dtype != delta.dtype() && delta.nnz() > 0 {
         return Err(delta.refuse(format!("its values are {}, the tensor is {}", delta.dtype(), tensor.dtype)));
     }
     if tensor.global_shape != delta.global_shape() {
@@ -88,6 +105,14 @@ fn rule(manifest: &Manifest, delta: &SparseDelta, semantics: Semantics) -> Resul
     }
 }
 
+/// The coordinates of a row-major place in a tensor of this shape.
+fn locate(mut element: u64, shape: &[u64], coordinates: &mut [u64]) {
+    for (coordinate, extent) in coordinates.iter_mut().zip(shape).rev() {
+        *coordinate = element % extent;
+        element /= extent;
+    }
+}
+
 /// The place of each entry in the unit, in whole elements.
 fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, BallastError> {
     let item = u64::from(delta.item_bytes());
@@ -98,11 +123,7 @@ fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, Ball
     }
     let mut coordinates = vec![0; shape.len()];
     let place = |element: &u64| {
-        let mut rest = *element;
-        for (coordinate, extent) in coordinates.iter_mut().zip(shape).rev() {
-            *coordinate = rest % extent;
-            rest /= extent;
-        }
+        locate(*element, shape, &mut coordinates);
         // The fragments cover the tensor, so that there is one.
         fragments.iter().find_map(|fragment| {
             let mut within = 0;
@@ -119,37 +140,58 @@ fn places(delta: &SparseDelta, fragments: &[&Fragment]) -> Result<Vec<u64>, Ball
     places.ok_or_else(|| delta.refuse("an entry lies in none of the tensor's boxes"))
 }
 
-/// Sorts entries by their place; those of one place stay in their order. Byte by byte from the lowest one: entries that are
-/// sorted by tile are far from this order, and comparing them would take longer than sending them.
+/// Sorts entries by their place; those of one place stay in their order.
 fn sort(patch: &mut UnitPatch) {
     if patch.elements.is_sorted() {
         return;
     }
-    let item = patch.rule.item_bytes() as usize;
-    let mut entries: Vec<(u64, usize)> = patch.elements.iter().copied().zip(0..).collect();
-    let mut sorted = vec![(0, 0); entries.len()];
     let highest = patch.elements.iter().copied().max().unwrap_or(0);
-    for shift in (0..u64::BITS).step_by(8).take_while(|shift| highest >> shift > 0) {
-        let digit = |element: u64| (element >> shift) as usize & 0xff;
-        let mut next = [0; 256];
-        entries.iter().for_each(|(element, _)| next[digit(*element)] += 1);
+    let entries = (0..).zip(&patch.elements);
+    if u32::try_from(highest).is_ok() && u32::try_from(patch.elements.len()).is_ok() {
+        // Place and entry in one word: half the memory to move.
+        let words: Vec<u64> = entries.map(|(entry, element): (u64, _)| element << 32 | entry).collect();
+        let sorted = radix_sort(words, highest, |word| word >> 32);
+        put_in_order(patch, sorted.into_iter().map(|word| word as u32 as usize));
+    } else {
+        let pairs: Vec<(u64, u64)> = entries.map(|(entry, element)| (*element, entry)).collect();
+        let sorted = radix_sort(pairs, highest, |pair| pair.0);
+        put_in_order(patch, sorted.into_iter().map(|(_, entry)| entry as usize));
+    }
+}
+
+fn put_in_order(patch: &mut UnitPatch, order: impl ExactSizeIterator<Item = usize>) {
+    let item = patch.rule.item_bytes() as usize;
+    let mut elements = Vec::with_capacity(order.len());
+    let mut values = Vec::with_capacity(patch.values.len());
+    for entry in order {
+        elements.push(patch.elements[entry]);
+        values.extend_from_slice(&patch.values[entry * item..(entry + 1) * item]);
+    }
+    patch.elements = elements;
+    patch.values = values;
+}
+
+/// Sorts by keys up to `highest`, a few bits at a time from the lowest ones: entries that are sorted by tile are far from
+/// this order, and comparing them would take longer than sending them.
+fn radix_sort<T: Copy + Default>(mut entries: Vec<T>, highest: u64, key: impl Fn(&T) -> u64) -> Vec<T> {
+    const BITS: u32 = 11;
+    let mut sorted = vec![T::default(); entries.len()];
+    for shift in (0..u64::BITS).step_by(BITS as usize).take_while(|shift| highest >> shift > 0) {
+        let digit = |entry: &T| (key(entry) >> shift) as usize & ((1 << BITS) - 1);
+        let mut next = [0; 1 << BITS];
+        entries.iter().for_each(|entry| next[digit(entry)] += 1);
         let mut start = 0;
         for count in &mut next {
             start += std::mem::replace(count, start);
         }
         for entry in &entries {
-            let place = &mut next[digit(entry.0)];
+            let place = &mut next[digit(entry)];
             sorted[*place] = *entry;
             *place += 1;
         }
         std::mem::swap(&mut entries, &mut sorted);
     }
-    let mut values = Vec::with_capacity(patch.values.len());
-    for (_, entry) in &entries {
-        values.extend_from_slice(&patch.values[entry * item..(entry + 1) * item]);
-    }
-    patch.values = values;
-    patch.elements = entries.into_iter().map(|(element, _)| element).collect();
+    entries
 }
 
 #[cfg(test)]
@@ -261,7 +303,23 @@ mod tests {
         let manifest = manifest(4, 4, 2, 2);
         let one = object([4, 4], [4, 4], &[([3, 3], 1)]);
         let error = lower(&manifest, &[one.clone(), one.clone()], Semantics::Overwrite).unwrap_err();
-        assert!(error.message.contains("twice") && error.message.contains("tied, w"), "{error}");
+        assert!(error.message.contains("[3, 3] twice") && error.message.contains("tied, w"), "{error}");
         assert_eq!(lower(&manifest, &[one.clone(), one], Semantics::Additive).unwrap()[&0].elements.len(), 2);
+    }
+
+    proptest! {
+        #[test]
+        fn entries_are_sorted_by_place_and_those_of_one_place_keep_their_order(
+            places in prop::collection::vec(0_u64..40, 0..200), scale in prop::sample::select(vec![1_u64, 1 << 9, 1 << 30, 1 << 50]),
+        ) {
+            let elements: Vec<u64> = places.iter().map(|place| place * scale).collect();
+            let values: Vec<u8> = (0_u16..).take(elements.len()).flat_map(u16::to_le_bytes).collect();
+            let mut patch = UnitPatch { rule: PatchRule::Overwrite { item_bytes: 2 }, elements: elements.clone(), values };
+            sort(&mut patch);
+            let mut expected: Vec<(u64, u16)> = elements.into_iter().zip(0..).collect();
+            expected.sort_by_key(|(element, _)| *element);
+            let found = patch.elements.iter().copied().zip(patch.values.as_chunks::<2>().0.iter().map(|value| u16::from_le_bytes(*value)));
+            prop_assert_eq!(found.collect::<Vec<_>>(), expected);
+        }
     }
 }

@@ -7,23 +7,25 @@
 mod lower;
 mod object;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use ballast_schemas::manifest::{Manifest, PlannedTensor};
-use ballast_schemas::{BallastError, ErrorCode, RevisionIdentity, RevisionView, UpsertMode};
+use ballast_schemas::manifest::{Fragment, Manifest, ManifestPlan, PlannedTensor};
+use ballast_schemas::{BallastError, ErrorCode, RevisionIdentity, RevisionView, UpsertMode, WeightRevisionMetadata};
 use ballast_transfer::UnitPatch;
 use serde_json::json;
 
 pub use object::{Members, SparseDelta};
 
+use crate::admin::Admin;
 use crate::base::BaseUse;
 use crate::get::GetOptions;
+use crate::names::newest_ready;
 use crate::nodes::lanes;
 use crate::progress::Progress;
 use crate::put::PutReport;
 use crate::reading::Reading;
-use crate::source::{Data, Source};
+use crate::source::{Data, Source, UnitSource};
 use crate::store::{UpsertOptions, WeightStore};
 
 /// How often the base's metadata generation is read again when the caller did not say which it expects.
@@ -47,9 +49,25 @@ pub enum Semantics {
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` naming the tensor: it is not in the base, has another dtype or shape, or an element is overwritten
-/// twice. `STALE_GENERATION` when the delta is for another base. `CONFLICT` when its target has been published before. What
-/// a lease and an upsert say. The import is given up then, and the lease released: nothing of the target stays.
+/// twice. `STALE_GENERATION` when the delta is for another base, or its base is no longer the current generation: the delta
+/// was applied before, or something else took the base's place. `CONFLICT` when its target has been published before all the
+/// same. What a lease and an upsert say. The import is given up then, and the lease released: nothing of the target stays.
 pub async fn upsert(
+    store: &WeightStore,
+    deltas: &[SparseDelta],
+    semantics: Semantics,
+    replacing: &RevisionIdentity,
+    expected_metadata_generation: Option<u64>,
+    options: UpsertOptions,
+    progress: Progress,
+) -> Result<PutReport, BallastError> {
+    match apply(store, deltas, semantics, replacing, expected_metadata_generation, options, progress).await {
+        Err(error) => Err(stale_or(store, deltas, replacing, error).await),
+        applied => applied,
+    }
+}
+
+async fn apply(
     store: &WeightStore,
     deltas: &[SparseDelta],
     semantics: Semantics,
@@ -63,16 +81,24 @@ pub async fn upsert(
         return Err(BallastError::invalid("a delta needs its base until the target is READY: use PUT_FIRST"));
     }
     let target = replacing.with_generation(target_generation);
-    expect_unpublished(store, &target, replacing).await?;
+    expect_unpublished(store, &target).await?;
+    // A claim that is still open goes on under the generation that it was begun with, wherever its base stands by now.
+    let begun = match &options.request_id {
+        Some(request_id) => claim_of(store, replacing, &target, request_id).await?,
+        None => None,
+    };
+    let begun = begun.filter(|begun| expected_metadata_generation.is_none_or(|expected| expected <= *begun));
+    let expected = expected_metadata_generation.filter(|_| begun.is_none());
     let before = store.weight_get_metadata(replacing).await?;
     let reading = Reading::open(store.gateway(), replacing, &GetOptions::default()).await?;
-    let planned = plan(&reading, &before, deltas, semantics, expected_metadata_generation, &target);
+    let planned = plan(&reading, &before, deltas, semantics, expected, &target);
     let manifest = reading.manifest().sha256();
     // While room is made for the target the base is not held: it may be what gives way.
     let released = reading.release().await;
-    let (source, mut generation) = planned?;
+    let (source, current) = planned?;
     released?;
-    let mut tries = if expected_metadata_generation.is_none() { STALE_TRIES } else { 0 };
+    let mut generation = begun.unwrap_or(current);
+    let mut tries = STALE_TRIES;
     let writer = loop {
         let base = Some(BaseUse::Derive(replacing.clone(), manifest));
         let (source, options, progress) = (source.clone(), options.clone(), progress.clone());
@@ -80,7 +106,11 @@ pub async fn upsert(
         match begun {
             Err(error) if error.code == ErrorCode::StaleGeneration && tries > 0 => {
                 tries -= 1;
-                generation = store.weight_get_metadata(replacing).await?.metadata.metadata_generation;
+                let now = store.weight_get_metadata(replacing).await?.metadata;
+                if expected.is_some() && !has_only_moved(&before.metadata, &now) {
+                    return Err(error);
+                }
+                generation = now.metadata_generation;
             }
             begun => break begun?,
         }
@@ -99,7 +129,7 @@ fn check_generations(
         let tensor = delta.tensor_id();
         if delta.base_generation() != replacing.weight_generation {
             let message = format!(
-                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}",
+                "the delta of tensor {tensor:?} is for generation {}, not for {replacing}; name the base that it was made on",
                 delta.base_generation()
             );
             return Err(BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
@@ -120,15 +150,38 @@ fn check_generations(
     Ok(first.delta_generation())
 }
 
-async fn expect_unpublished(
+/// What a delta failed of, or that it came too late: the moment at which its base stops to be current may be any.
+async fn stale_or(
     store: &WeightStore,
-    target: &RevisionIdentity,
+    deltas: &[SparseDelta],
     base: &RevisionIdentity,
-) -> Result<(), BallastError> {
+    error: BallastError,
+) -> BallastError {
+    let may_be_late = matches!(error.code, ErrorCode::NotFound | ErrorCode::NotReady | ErrorCode::Conflict);
+    let (true, Some(delta)) = (may_be_late, deltas.first()) else { return error };
+    let Ok(current) = newest_ready(store, &base.lineage()).await else { return error };
+    let (wanted, current) = (base.weight_generation, current.identity.weight_generation);
+    // Below a base that can not be read just now an older generation may be READY.
+    if current == wanted || (current < wanted && error.code != ErrorCode::NotFound) {
+        return error;
+    }
+    let tensor = delta.tensor_id();
+    let message = format!(
+        "the delta of tensor {tensor:?} is for {base}, and generation {current} is current: a delta is applied once, and to \
+         what it was made on; make one on generation {current}"
+    );
+    BallastError::new(ErrorCode::StaleGeneration, message).with_details(json!({
+        "tensor": tensor,
+        "base_generation": wanted,
+        "current_generation": current,
+    }))
+}
+
+async fn expect_unpublished(store: &WeightStore, target: &RevisionIdentity) -> Result<(), BallastError> {
     match store.weight_get_metadata(target).await {
         Ok(view) if view.metadata.manifest.is_some() => {
             let message = format!(
-                "{target} was published before ({}): a delta on {base} is applied once; make one on the newest generation",
+                "{target} was published before ({}); make a delta that leads to a higher generation",
                 view.metadata.availability
             );
             Err(BallastError::new(ErrorCode::Conflict, message)
@@ -137,6 +190,29 @@ async fn expect_unpublished(
         Err(error) if error.code != ErrorCode::NotFound => Err(error),
         Ok(_) | Err(_) => Ok(()),
     }
+}
+
+/// The base's generation that an open replacement of this name was begun with.
+async fn claim_of(
+    store: &WeightStore,
+    base: &RevisionIdentity,
+    target: &RevisionIdentity,
+    request_id: &str,
+) -> Result<Option<u64>, BallastError> {
+    match Admin::new(store.gateway().clone()).get_upsert(target, Some(request_id.to_owned())).await {
+        Ok(claim) if claim.base == *base && claim.target == *target && !claim.phase.is_terminal() => {
+            Ok(Some(claim.expected_base_generation))
+        }
+        Err(error) if error.code != ErrorCode::NotFound => Err(error),
+        Ok(_) | Err(_) => Ok(None),
+    }
+}
+
+/// Whether nothing has changed between two looks at a base but where its bytes are: the lease itself may bring an AUTO base into
+/// memory, which begins and ends at any time and is no change that the caller has to look at.
+fn has_only_moved(before: &WeightRevisionMetadata, now: &WeightRevisionMetadata) -> bool {
+    (&before.instance, &before.manifest, before.availability, before.policy, before.retired)
+        == (&now.instance, &now.manifest, now.availability, now.policy, now.retired)
 }
 
 /// What is sent, and the metadata generation that the base has.
@@ -150,11 +226,9 @@ fn plan(
 ) -> Result<(Source, u64), BallastError> {
     let leased = reading.revision();
     let current = leased.metadata_generation;
-    // The lease itself may have begun to bring an AUTO base into memory, which is no change that the caller has to look at.
-    let warms_up = before.metadata.operation_id.is_none() && leased.operation_id.is_some();
     if let Some(expected) = expected
         && current != expected
-        && !(warms_up && before.metadata.metadata_generation == expected && current == expected + 1)
+        && !(before.metadata.metadata_generation == expected && has_only_moved(&before.metadata, leased))
     {
         let message = format!(
             "base {} is at metadata generation {current}, expected {expected}; read it again and decide anew",
@@ -165,8 +239,32 @@ fn plan(
     }
     let manifest = reading.manifest();
     let source = source(manifest, lower::lower(manifest, deltas, semantics)?);
-    let (_, units) = source.clone().plan(target)?;
-    for unit in &units {
+    let (planned, units) = source.clone().plan(target)?;
+    expect_same_places(manifest, &planned, &units)?;
+    Ok((source, current))
+}
+
+/// Units are copied as they are and patched where their elements lie in the base: in the target they must lie there as well,
+/// which of units that others have laid out is not certain.
+fn expect_same_places(manifest: &Manifest, plan: &ManifestPlan, units: &[UnitSource]) -> Result<(), BallastError> {
+    let place = |fragment: &Fragment| {
+        let Fragment { tensor_id, global_offset, local_shape, object_offset, nbytes, .. } = fragment;
+        (tensor_id.clone(), global_offset.clone(), local_shape.clone(), *object_offset, *nbytes)
+    };
+    let base_unit = |fragment: &Fragment| match units.get(fragment.unit as usize).map(|unit| &unit.data) {
+        Some(Data::Base { unit, .. }) => Some(*unit),
+        _ => None,
+    };
+    let in_base: HashSet<_> = manifest.fragments().iter().map(|found| (place(found), found.unit)).collect();
+    let same = |planned: &&Fragment| base_unit(planned).is_some_and(|unit| in_base.contains(&(place(planned), unit)));
+    if let Some(other) = plan.fragments().iter().find(|planned| !same(planned)) {
+        let message = format!(
+            "the parts of tensor {:?} lie in another order or at other places in the base than a put of ours lays them out: publish it in full once",
+            other.tensor_id
+        );
+        return Err(BallastError::invalid(message).with_details(json!({ "tensor": other.tensor_id })));
+    }
+    for unit in units {
         let Data::Base { unit: base_unit, .. } = unit.data else { continue };
         let found = manifest.units().get(base_unit as usize).map_or(0, |unit| unit.extent_bytes);
         if unit.bytes != found {
@@ -177,7 +275,7 @@ fn plan(
             return Err(BallastError::invalid(message).with_details(json!({ "tensor": unit.name })));
         }
     }
-    Ok((source, current))
+    Ok(())
 }
 
 /// The base once more, with what differs.
@@ -208,4 +306,88 @@ fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) ->
         let ended = started.into_iter().map(|thread| thread.join());
         ended.flat_map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_schemas::manifest::Tensor;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ROWS: u64 = 512;
+
+    fn identity(generation: u64) -> RevisionIdentity {
+        RevisionIdentity::new("default", "default", "m", "main", generation).unwrap()
+    }
+
+    /// A tensor of bytes in two boxes of the same size.
+    fn manifest() -> Manifest {
+        let fragments = vec![(vec![0], vec![ROWS / 2]), (vec![ROWS / 2], vec![ROWS / 2])];
+        let tensor = Tensor::plain("w", "U8", 1, vec![ROWS]);
+        let planned = PlannedTensor { tensor, aliases: Vec::new(), fragments };
+        ManifestPlan::new(&identity(1), vec![planned], Vec::new()).unwrap().seal(&[0]).unwrap()
+    }
+
+    #[test]
+    fn a_base_whose_parts_lie_in_another_order_is_refused_by_name() {
+        let ours = manifest();
+        let text = String::from_utf8(ours.to_canonical_bytes()).unwrap();
+        let swapped = text.replace("\"object_offset\":0,", "\"object_offset\":x,");
+        let swapped = swapped.replace("\"object_offset\":256,", "\"object_offset\":0,").replace(":x,", ":256,");
+        let theirs = Manifest::parse(swapped.as_bytes()).unwrap();
+        assert_ne!(theirs, ours, "each of them is a manifest");
+        let places = |manifest: &Manifest| {
+            let (plan, units) = source(manifest, HashMap::new()).plan(&identity(2)).unwrap();
+            expect_same_places(manifest, &plan, &units)
+        };
+        places(&ours).unwrap();
+        let error = places(&theirs).unwrap_err();
+        assert!(error.code == ErrorCode::InvalidArgument && error.details["tensor"] == "w", "{error}");
+        assert!(error.message.contains("publish it in full once"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_the_members_of_an_object_hold_it_is_refused_or_lies_in_its_tensor(
+            indices in prop::collection::vec(0_u16..600, 0..20),
+            pointers in prop::collection::vec(0_u8..20, 0..6),
+            tiles in prop::collection::vec(0_u8..9, 0..6),
+            values in prop::collection::vec(any::<u8>(), 0..20),
+            // Mostly what the metadata says fits what there is.
+            nnz in prop::option::of(0_usize..20),
+            in_order in any::<bool>(),
+        ) {
+            let (mut indices, mut pointers, mut tiles) = (indices, pointers, tiles);
+            if in_order {
+                pointers.sort_unstable();
+                indices.sort_unstable();
+                indices.truncate(values.len());
+                tiles = indices.iter().map(|at| (at / 64) as u8).collect();
+                tiles.dedup();
+                let first_of = |tile: &u8| indices.partition_point(|at| at / 64 < u16::from(*tile)) as u8;
+                pointers = tiles.iter().map(first_of).chain([indices.len() as u8]).collect();
+            }
+            let nnz = nnz.unwrap_or(indices.len());
+            let metadata = json!({
+                "schema": "mooncake.sparse_object", "version": 1, "coordinate_space": "global", "tensor_id": "w",
+                "global_shape": [ROWS], "global_offset": [0], "local_shape": [ROWS], "tile_shape": [64],
+                "base_generation": 1, "delta_generation": 2, "index_dtype": "uint16", "value_dtype": "uint8",
+                "members": {
+                    "indices": {"dtype": "uint16", "shape": [nnz, 1]}, "values": {"dtype": "uint8", "shape": [nnz]},
+                    "tile_coords": {"dtype": "uint8", "shape": [tiles.len(), 1]},
+                    "tile_ptr": {"dtype": "uint8", "shape": [pointers.len()]},
+                },
+            });
+            let indices: Vec<u8> = indices.iter().flat_map(|at| at.to_le_bytes()).collect();
+            let values = if in_order { &values[..indices.len() / 2] } else { &values };
+            let members = Members { indices: &indices, values, tile_coords: &tiles, tile_ptr: &pointers };
+            if let Ok(delta) = SparseDelta::new(&metadata.to_string(), &members) {
+                for (_, patch) in lower::lower(&manifest(), &[delta], Semantics::Additive).unwrap() {
+                    prop_assert!(patch.elements.is_sorted() && patch.elements.last() < Some(&ROWS));
+                    prop_assert_eq!(patch.elements.len(), patch.values.len());
+                }
+            }
+        }
+    }
 }

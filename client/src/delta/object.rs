@@ -60,6 +60,12 @@ struct Metadata {
     apply: Option<String>,
 }
 
+/// As much of the metadata as an error about the rest of it needs.
+#[derive(Deserialize)]
+struct Named {
+    tensor_id: String,
+}
+
 #[derive(Deserialize)]
 struct Member {
     dtype: String,
@@ -108,15 +114,16 @@ impl IndexType {
         matches!(name, "U8" | "U16" | "U32" | "U64" | "I8" | "I16" | "I32" | "I64").then_some(Self { name, bytes })
     }
 
-    /// The numbers; `None` if one is negative.
-    fn read(self, bytes: &[u8]) -> Option<Vec<u64>> {
+    /// The numbers, or which of them is negative.
+    fn read(self, bytes: &[u8]) -> Result<Vec<u64>, usize> {
         macro_rules! read {
             ($number:ty, $width:literal) => {
                 bytes
                     .as_chunks::<$width>()
                     .0
                     .iter()
-                    .map(|number| u64::try_from(<$number>::from_le_bytes(*number)).ok())
+                    .zip(0..)
+                    .map(|(number, at)| u64::try_from(<$number>::from_le_bytes(*number)).map_err(|_| at))
                     .collect()
             };
         }
@@ -145,8 +152,13 @@ impl SparseDelta {
     /// `INVALID_ARGUMENT` naming the tensor and what is wrong: a field that is missing, members whose dtypes or lengths do
     /// not fit, tiles or entries out of order, an entry outside its tile, its box or the tensor.
     pub fn new(metadata: &str, members: &Members<'_>) -> Result<Self, BallastError> {
-        let metadata: Metadata = serde_json::from_str(metadata)
-            .map_err(|error| BallastError::invalid(format!("the metadata of a sparse delta: {error}")))?;
+        let metadata: Metadata = serde_json::from_str(metadata).map_err(|error| {
+            let reason = format!("its metadata: {error}");
+            match serde_json::from_str::<Named>(metadata) {
+                Ok(Named { tensor_id }) => refuse(&tensor_id, reason),
+                Err(_) => BallastError::invalid(format!("a sparse delta without tensor_id: {reason}")),
+            }
+        })?;
         Self::read(&metadata, members).map_err(|reason| refuse(&metadata.tensor_id, reason))
     }
 
@@ -198,10 +210,17 @@ impl SparseDelta {
         if metadata.nnz.is_some_and(|given| given != nnz) {
             return Err(format!("nnz is {}, there are {nnz} values", metadata.nnz.unwrap_or_default()));
         }
-        let negative = |name: &str| format!("{name} holds a negative number");
-        let indices = index.read(bytes.indices).ok_or_else(|| negative("indices"))?;
-        let coords = index.read(bytes.tile_coords).ok_or_else(|| negative("tile_coords"))?;
-        let pointers = pointer.read(bytes.tile_ptr).ok_or_else(|| negative("tile_ptr"))?;
+        let width = metadata.global_shape.len().max(1);
+        let indices = index.read(bytes.indices).map_err(|at| {
+            let (entry, dim, shape) = (at / width, at % width, &metadata.global_shape);
+            format!("the index of entry {entry} is negative in dimension {dim}; the tensor is {shape:?}")
+        })?;
+        let coords = index
+            .read(bytes.tile_coords)
+            .map_err(|at| format!("tile_coords holds a negative number, in tile {}", at / width))?;
+        let pointers = pointer
+            .read(bytes.tile_ptr)
+            .map_err(|at| format!("tile_ptr holds a negative number, the one of tile {at}"))?;
         Ok(Self {
             tensor_id: metadata.tensor_id.clone(),
             global_shape: metadata.global_shape.clone(),
@@ -366,7 +385,7 @@ fn elements(
             let mut element = 0;
             for ((coordinate, (start, end)), extent) in coordinates.iter().zip(&bounds).zip(shape) {
                 if coordinate < start || coordinate >= end {
-                    return Err(outside(metadata, coordinates, corner));
+                    return Err(outside(metadata, entry, coordinates, corner));
                 }
                 element = element * extent + coordinate;
             }
@@ -380,14 +399,14 @@ fn elements(
     Ok(elements)
 }
 
-fn outside(metadata: &Metadata, coordinates: &[u64], tile: &[u64]) -> String {
+fn outside(metadata: &Metadata, entry: usize, coordinates: &[u64], tile: &[u64]) -> String {
     let Metadata { global_shape: shape, global_offset: offset, local_shape: local, .. } = metadata;
     if coordinates.iter().zip(shape).any(|(coordinate, extent)| coordinate >= extent) {
-        return format!("index {coordinates:?} lies outside the tensor, which is {shape:?}");
+        return format!("entry {entry} at {coordinates:?} lies outside the tensor, which is {shape:?}");
     }
     let in_box = coordinates.iter().zip(offset).zip(local);
     if in_box.into_iter().any(|((coordinate, offset), extent)| coordinate < offset || *coordinate >= offset + extent) {
-        return format!("index {coordinates:?} lies outside the delta's box of {local:?} at {offset:?}");
+        return format!("entry {entry} at {coordinates:?} lies outside the delta's box of {local:?} at {offset:?}");
     }
-    format!("index {coordinates:?} lies outside its tile {tile:?} of {:?}", metadata.tile_shape)
+    format!("entry {entry} at {coordinates:?} lies outside its tile {tile:?} of {:?}", metadata.tile_shape)
 }

@@ -10,10 +10,11 @@ use ballast_client::{ConnectOptions, Gateway, Route, WeightStore};
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
     AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, BeginImportReply, BeginImportRequest,
-    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, ErrorCode, ImportSession, InstanceId, LeaseGrant,
-    LogPosition, LogTime, NodeEndpoint, NodeId, OperationId, ReplacementClaim, Residency, RevisionIdentity,
-    RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenRight, UnitEffect,
-    UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy,
+    ClaimPhase, ClaimReply, ClockReply, CommitImportRequest, Coordinator, ErrorCode, IdentityRequest, ImportPart,
+    ImportReply, ImportSession, InstanceId, JoinImportReply, JoinImportRequest, LeaseGrant, LogPosition, LogTime,
+    NodeEndpoint, NodeId, OperationId, PartReply, PartRequest, ParticipantId, ReplacementClaim, Residency,
+    RevisionIdentity, RevisionReply, RevisionView, SessionId, SessionReply, SessionRequest, TokenClaims, TokenPart,
+    TokenRight, UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy, holders_digest,
 };
 use ballast_transfer::{
     ColdOptions, ColdPlace, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore,
@@ -43,16 +44,45 @@ pub struct Desk {
     pub lapsed: bool,
     pub record: Option<WeightRevisionMetadata>,
     pub session: Option<SessionId>,
+    /// Of the run that coordinates the session, where it has several writers.
+    pub epoch: u64,
+    /// Whether begins are answered without a node to go to.
+    pub without_nodes: bool,
     /// The phases of a replacement, as they are shown call after call; the last one stays.
     pub phases: Vec<ClaimPhase>,
     pub leases: Vec<String>,
     /// The policy that the last import named.
     pub begun_with: Option<WeightStoragePolicy>,
     pub positions: u64,
+    /// Of an import of several participants.
+    pub parts: BTreeMap<ParticipantId, ImportPart>,
+    /// Where a participant that joins is sent instead of the node.
+    pub part_endpoint: Option<NodeEndpoint>,
+    /// Of sessions.
+    pub ttl_ms: Option<u64>,
     pub claim: Option<ReplacementClaim>,
+    /// The base of a replacement, beside the record.
+    pub base: Option<WeightRevisionMetadata>,
+    /// What it becomes once a lease on it has been released.
+    pub base_later: Option<WeightRevisionMetadata>,
+    /// Where imports go and what leases name; none: the cluster's first node.
+    pub placement: Vec<NodeEndpoint>,
+    pub holders: Vec<NodeEndpoint>,
+    /// Tokens vouch for nobody.
+    pub vouches_not: bool,
+    /// All nodes but the first one.
+    pub others: Vec<Arc<NodeStore>>,
 }
 
 impl Desk {
+    /// As the fold: none where there is one writer, and only the latest run where there are several.
+    fn expect_coordinator(&self, coordinator: Option<&Coordinator>) -> Result<(), BallastError> {
+        match coordinator.map_or(0, |own| own.epoch) == self.epoch {
+            true => Ok(()),
+            false => Err(BallastError::new(ErrorCode::Conflict, "another run has taken the session over")),
+        }
+    }
+
     fn next_claim(&mut self) -> ReplacementClaim {
         let claim = self.claim.as_mut().unwrap();
         claim.phase = if self.phases.len() > 1 { self.phases.remove(0) } else { self.phases[0] };
@@ -65,7 +95,7 @@ pub struct Cluster {
     pub node: Arc<NodeStore>,
     pub server: EmbeddedServer,
     pub scratch: TempDir,
-    _memory: TempDir,
+    memory: TempDir,
 }
 
 pub fn identity(generation: u64) -> RevisionIdentity {
@@ -74,28 +104,18 @@ pub fn identity(generation: u64) -> RevisionIdentity {
 
 impl Cluster {
     pub async fn start() -> Self {
+        Self::start_with(DataPlaneOptions::default()).await
+    }
+
+    pub async fn start_with(options: DataPlaneOptions) -> Self {
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let memory = tempfile::tempdir_in("/dev/shm").unwrap();
         // The error says what to run when there is no nats-server.
         let server = EmbeddedServer::start(ServerOptions::new(scratch.path().join("nats"))).await;
         let server = server.unwrap_or_else(|error| panic!("{error}"));
-        let node = open_node(memory.path(), &scratch.path().join("cold"));
-        let key = TokenKey::new(&[7; 32]).unwrap();
-        let gate = TokenGate::closed();
-        gate.set(key.clone());
-        let options = DataPlaneOptions {
-            unix_socket: Some(memory.path().join("node.sock")),
-            tcp: Some("127.0.0.1:0".parse().unwrap()),
-            ..DataPlaneOptions::default()
-        };
-        let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
-        let endpoint = NodeEndpoint {
-            node: node.node().clone(),
-            host_id: host_id().unwrap(),
-            unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
-            tcp: plane.tcp_address().map(|address| address.to_string()),
-        };
-        tokio::spawn(plane.run(std::future::pending()));
+        let node = open_node("node-1", memory.path(), &scratch.path().join("cold"));
+        let (endpoint, _) = serve(&node, &memory.path().join("node.sock"), options).await;
+        let key = key();
         let desk = Arc::new(Mutex::new(Desk::default()));
         let answering = Answering { desk: desk.clone(), node: node.clone(), endpoint, key };
         let nats = async_nats::connect(server.url()).await.unwrap();
@@ -116,7 +136,23 @@ impl Cluster {
                 }
             }
         });
-        Self { desk, node, server, scratch, _memory: memory }
+        Self { desk, node, server, scratch, memory }
+    }
+
+    /// Another node. The handle stops it.
+    pub async fn another_node(&self, name: &str) -> (Arc<NodeStore>, NodeEndpoint, tokio::task::JoinHandle<()>) {
+        let node = open_node(name, &self.memory_of(name), &self.scratch.path().join(name));
+        let (endpoint, running) =
+            serve(&node, &self.memory.path().join(format!("{name}.sock")), DataPlaneOptions::default()).await;
+        self.desk.lock().unwrap().others.push(node.clone());
+        (node, endpoint, running)
+    }
+
+    /// The folder of another node's memory tier.
+    pub fn memory_of(&self, name: &str) -> std::path::PathBuf {
+        let folder = self.memory.path().join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
     }
 
     pub async fn gateway(&self, route: Route) -> Gateway {
@@ -175,10 +211,33 @@ impl Cluster {
     }
 }
 
-fn open_node(memory: &Path, cold: &Path) -> Arc<NodeStore> {
+fn key() -> TokenKey {
+    TokenKey::new(&[7; 32]).unwrap()
+}
+
+async fn serve(
+    node: &Arc<NodeStore>,
+    socket: &Path,
+    options: DataPlaneOptions,
+) -> (NodeEndpoint, tokio::task::JoinHandle<()>) {
+    let gate = TokenGate::closed();
+    gate.set(key());
+    let options =
+        DataPlaneOptions { unix_socket: Some(socket.to_owned()), tcp: Some("127.0.0.1:0".parse().unwrap()), ..options };
+    let plane = DataPlane::bind(options, node.clone(), gate).await.unwrap();
+    let endpoint = NodeEndpoint {
+        node: node.node().clone(),
+        host_id: host_id().unwrap(),
+        unix_socket: plane.unix_socket().map(|path| path.display().to_string()),
+        tcp: plane.tcp_address().map(|address| address.to_string()),
+    };
+    (endpoint, tokio::spawn(plane.run(std::future::pending())))
+}
+
+fn open_node(name: &str, memory: &Path, cold: &Path) -> Arc<NodeStore> {
     std::fs::create_dir_all(cold).unwrap();
     let options = NodeStoreOptions {
-        node: NodeId::new("node-1").unwrap(),
+        node: NodeId::new(name).unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
         cold: Some(ColdOptions {
             place: ColdPlace::Disk { folder: cold.to_owned(), engine: EngineChoice::Auto },
@@ -223,10 +282,27 @@ impl Answering {
             "begin_import" => self.begin(&mut desk, read(&body)),
             "renew_import" => {
                 let request: SessionRequest = read(&body);
-                let session = session(&request.identity, &request.session_id, &record(&desk)?.instance);
-                written(&SessionReply { session })
+                desk.expect_coordinator(request.coordinator.as_ref())?;
+                written(&SessionReply { session: session(&desk, &request.identity, &request.session_id)? })
+            }
+            "join_import" => self.join(&mut desk, read(&body)),
+            "renew_part" | "finish_part" => {
+                let request: PartRequest = read(&body);
+                let part = desk.parts.get_mut(&request.participant).unwrap();
+                assert_eq!(part.epoch, request.epoch);
+                part.done |= verb == "finish_part";
+                written(&PartReply { part: part.clone() })
+            }
+            "get_import" => {
+                let request: SessionRequest = read(&body);
+                desk.expect_coordinator(request.coordinator.as_ref())?;
+                let session = session(&desk, &request.identity, &request.session_id)?;
+                let participants = desk.parts.values().cloned().collect();
+                written(&ImportReply { session, participants, log_clock: LOG_CLOCK })
             }
             "abort_import" => {
+                let request: SessionRequest = read(&body);
+                desk.expect_coordinator(request.coordinator.as_ref())?;
                 desk.session = None;
                 let mut record = record(&desk)?;
                 record.availability = Availability::Deleted;
@@ -235,11 +311,29 @@ impl Answering {
             }
             "commit_import" => self.commit(&mut desk, read(&body)),
             "get_metadata" => {
-                let metadata = record(&desk)?;
+                let metadata = record_of(&desk, &read::<IdentityRequest>(&body).identity)?;
                 written(&RevisionView { metadata, active_lease_count: 0, nearest_lease_expiry_ms: None, watermark: 0 })
             }
             "upsert" => {
                 let request: UpsertRequest = read(&body);
+                let same = desk
+                    .claim
+                    .as_ref()
+                    .is_some_and(|claim| Some(&claim.request_id) == request.replacement_request_id.as_ref());
+                if same && desk.base.is_some() {
+                    assert_eq!(
+                        desk.claim.as_ref().unwrap().expected_base_generation,
+                        request.expected_metadata_generation
+                    );
+                    return written(&ClaimReply { claim: desk.next_claim() });
+                }
+                if desk
+                    .base
+                    .as_ref()
+                    .is_some_and(|base| base.metadata_generation != request.expected_metadata_generation)
+                {
+                    return Err(BallastError::new(ErrorCode::StaleGeneration, "read it again and decide anew"));
+                }
                 desk.claim = Some(ReplacementClaim {
                     lineage: request.base.lineage(),
                     request_id: request.replacement_request_id.unwrap(),
@@ -256,29 +350,56 @@ impl Answering {
                 });
                 written(&ClaimReply { claim: desk.next_claim() })
             }
+            "get_upsert" if desk.claim.is_none() => Err(BallastError::new(ErrorCode::NotFound, "no such replacement")),
             "get_upsert" => written(&ClaimReply { claim: desk.next_claim() }),
             "acquire_lease" => self.lease(&mut desk, read(&body)),
             "renew_lease" => Err(BallastError::new(ErrorCode::NotReady, "the revision is retired")),
             "release_lease" => {
                 desk.leases.retain(|lease| *lease != body["lease_id"]);
+                if let Some(later) = desk.base_later.take() {
+                    desk.base = Some(later);
+                }
                 Ok(json!({"lapsed": desk.lapsed}))
             }
             other => panic!("nobody should call {other}"),
         }
     }
 
-    fn token(&self, instance: &InstanceId, right: TokenRight, subject: &str) -> String {
+    fn token(
+        &self,
+        instance: &InstanceId,
+        right: TokenRight,
+        subject: &str,
+        part: Option<TokenPart>,
+        holders: Option<&[NodeEndpoint]>,
+    ) -> String {
         let claims = TokenClaims {
             instance: instance.clone(),
             right,
             subject: subject.to_owned(),
-            part: None,
+            part,
+            holders: holders.map(holders_digest),
             expires_unix_ms: u64::MAX,
         };
         self.key.sign(&claims)
     }
 
+    fn join(&self, desk: &mut Desk, request: JoinImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let part = desk.parts.get_mut(&request.participant).unwrap();
+        *part = ImportPart { epoch: part.epoch + 1, heard_at: LOG_CLOCK, ..part.clone() };
+        let part = part.clone();
+        let own = TokenPart { participant: request.participant, epoch: part.epoch };
+        let token = self.token(&part.instance, TokenRight::Import, request.session_id.as_str(), Some(own), None);
+        let endpoint = desk.part_endpoint.clone().unwrap_or_else(|| self.endpoint.clone());
+        written(&JoinImportReply { session, part, endpoints: vec![endpoint], token })
+    }
+
     fn begin(&self, desk: &mut Desk, request: BeginImportRequest) -> Result<Value, BallastError> {
+        if desk.session.as_ref() == Some(&request.session_id) {
+            desk.epoch += 1;
+            return self.begun(desk, &request);
+        }
         if let Some(record) = desk.record.as_ref().filter(|record| record.availability != Availability::Deleted) {
             let message = format!("revision exists ({})", record.availability);
             return Err(BallastError::new(ErrorCode::Conflict, message));
@@ -287,6 +408,7 @@ impl Answering {
         let group_id = request.identity.group_id();
         let instance = InstanceId { group_id, position: LogPosition { seq: desk.positions, index: 0 } };
         desk.session = Some(request.session_id.clone());
+        desk.epoch = u64::from(request.writer_id.is_some());
         desk.begun_with = request.policy;
         desk.record = Some(WeightRevisionMetadata {
             identity: request.identity.clone(),
@@ -304,16 +426,33 @@ impl Answering {
             updated_unix_ms: 0,
             last_accessed_unix_ms: 0,
         });
-        written(&BeginImportReply {
-            session: session(&request.identity, &request.session_id, &instance),
-            endpoints: vec![self.endpoint.clone()],
-            token: self.token(&instance, TokenRight::Import, request.session_id.as_str()),
-        })
+        let declared = |participant: &ParticipantId| ImportPart {
+            participant: participant.clone(),
+            instance: instance.clone(),
+            epoch: 0,
+            heard_at: LOG_CLOCK,
+            done: false,
+        };
+        desk.parts = request.participants.iter().map(|name| (name.clone(), declared(name))).collect();
+        self.begun(desk, &request)
+    }
+
+    fn begun(&self, desk: &Desk, request: &BeginImportRequest) -> Result<Value, BallastError> {
+        let session = session(desk, &request.identity, &request.session_id)?;
+        let token = self.token(&session.instance, TokenRight::Import, request.session_id.as_str(), None, None);
+        let endpoints = if desk.without_nodes { vec![] } else { or_else(&desk.placement, &self.endpoint) };
+        written(&BeginImportReply { session, endpoints, token })
     }
 
     fn commit(&self, desk: &mut Desk, request: CommitImportRequest) -> Result<Value, BallastError> {
+        desk.expect_coordinator(request.coordinator.as_ref())?;
         let mut record = record(desk)?;
-        let receipt = self.node.receipt(&record.instance, &request.session_id).map_err(|error| error.to_error())?;
+        let placed = or_else(&desk.placement, &self.endpoint);
+        let nodes = desk.others.iter().chain([&self.node]);
+        let on = nodes.filter(|node| placed.iter().any(|endpoint| endpoint.node == *node.node()));
+        let receipts = on.map(|node| node.receipt(&record.instance, &request.session_id));
+        let receipts: Result<Vec<_>, _> = receipts.collect();
+        let receipt = receipts.map_err(|error| error.to_error())?.remove(0);
         assert_eq!(receipt.manifest.sha256, request.manifest_sha256);
         record.manifest = Some(receipt.manifest);
         record.availability = Availability::Ready;
@@ -323,7 +462,7 @@ impl Answering {
     }
 
     fn lease(&self, desk: &mut Desk, request: AcquireLeaseRequest) -> Result<Value, BallastError> {
-        let revision = record(desk)?;
+        let revision = record_of(desk, &request.identity)?;
         let lease_id = request.lease_id.as_str().to_owned();
         if !desk.leases.contains(&lease_id) {
             desk.leases.push(lease_id.clone());
@@ -337,8 +476,25 @@ impl Answering {
             ttl_ms: request.ttl_ms,
             expires_at: LogTime(request.ttl_ms),
         };
-        let token = self.token(&instance, TokenRight::Read, &lease_id);
-        written(&AcquireLeaseReply { lease, revision, endpoints: vec![self.endpoint.clone()], token })
+        let endpoints = or_else(&desk.holders, &self.endpoint);
+        let vouched = (!desk.vouches_not).then_some(endpoints.as_slice());
+        let token = self.token(&instance, TokenRight::Read, &lease_id, None, vouched);
+        written(&AcquireLeaseReply { lease, revision, endpoints, token })
+    }
+}
+
+fn or_else(endpoints: &[NodeEndpoint], first: &NodeEndpoint) -> Vec<NodeEndpoint> {
+    if endpoints.is_empty() { vec![first.clone()] } else { endpoints.to_vec() }
+}
+
+fn record_of(desk: &Desk, identity: &RevisionIdentity) -> Result<WeightRevisionMetadata, BallastError> {
+    match &desk.base {
+        Some(base) if base.identity == *identity => Ok(base.clone()),
+        Some(_) => record(desk).and_then(|record| {
+            let other = || BallastError::new(ErrorCode::NotFound, "no such revision");
+            (record.identity == *identity).then_some(record).ok_or_else(other)
+        }),
+        None => record(desk),
     }
 }
 
@@ -346,16 +502,17 @@ fn record(desk: &Desk) -> Result<WeightRevisionMetadata, BallastError> {
     desk.record.clone().ok_or_else(|| BallastError::new(ErrorCode::NotFound, "no such revision"))
 }
 
-fn session(identity: &RevisionIdentity, session_id: &SessionId, instance: &InstanceId) -> ImportSession {
-    ImportSession {
+fn session(desk: &Desk, identity: &RevisionIdentity, session_id: &SessionId) -> Result<ImportSession, BallastError> {
+    Ok(ImportSession {
         session_id: session_id.clone(),
         identity: identity.clone(),
-        instance: instance.clone(),
+        instance: record(desk)?.instance,
         placement: vec![],
         placement_digest: ballast_schemas::Digest::of(b""),
-        ttl_ms: 15_000,
+        ttl_ms: desk.ttl_ms.unwrap_or(15_000),
         expires_at: LogTime(15_000),
-    }
+        epoch: desk.epoch,
+    })
 }
 
 /// Asks until the answer is yes.

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use ballast_schemas::{
-    BallastError, BeginImportRequest, IMPORT_PARTICIPANTS_MAX, IMPORT_TTL_MS_MAX, LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN,
-    LIST_LIMIT_MAX, ListRequest, MigrateRequest, ParticipantId, Residency, TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
+    BallastError, BeginImportRequest, IMPORT_PARTICIPANT_NAMES_BYTES_MAX, IMPORT_PARTICIPANTS_MAX, IMPORT_TTL_MS_MAX,
+    LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, LIST_LIMIT_MAX, ListRequest, MigrateRequest, ParticipantId, Residency,
+    TEXT_BYTES_MAX, UNITS_MAX, UpsertRequest,
 };
 
 /// A page token is made of an identity, which is longer than other texts.
@@ -56,6 +57,19 @@ pub(super) fn begin_import(request: &BeginImportRequest) -> Result<(), BallastEr
         return Err(BallastError::invalid("participants names one twice; name each once"));
     }
     within("the number of participants", different.len() as u64, 0, IMPORT_PARTICIPANTS_MAX as u64)?;
+    let names_bytes: usize = different.iter().map(|name| name.as_str().len()).sum();
+    within("bytes of the participants' names", names_bytes as u64, 0, IMPORT_PARTICIPANT_NAMES_BYTES_MAX as u64)?;
+    match (request.participants.is_empty(), &request.writer_id) {
+        (true, Some(_)) => {
+            return Err(BallastError::invalid("writer_id is given without participants; it only goes with them"));
+        }
+        (false, None) => {
+            return Err(BallastError::invalid(
+                "writer_id is missing; with participants it names the run of the coordinator, chosen by it",
+            ));
+        }
+        _ => {}
+    }
     if request.reserved_bytes < request.logical_bytes {
         let (reserved, logical) = (request.reserved_bytes, request.logical_bytes);
         return Err(BallastError::invalid(format!(
@@ -144,9 +158,27 @@ mod tests {
             ("unit_count", json!(0)),
             ("unit_count", json!(1_000_001)),
             ("reserved_bytes", json!(9)),
+            ("writer_id", json!("run")),
         ] {
             assert!(begin(field, value).unwrap_err().message.contains(field), "{field}");
         }
+    }
+
+    #[test]
+    fn participants_are_named_once_and_within_limits_and_come_with_a_run_of_their_coordinator() {
+        let check = |participants: Vec<String>, writer_id: Value| {
+            let digest = "0".repeat(64);
+            let body = json!({"identity": identity(1), "session_id": "s", "placement_digest": digest, "logical_bytes": 10,
+                "reserved_bytes": 4096, "unit_count": 2, "participants": participants, "writer_id": writer_id});
+            begin_import(&read(body))
+        };
+        let names = |count: usize, width: usize| (0..count).map(|n| format!("{n:0>width$}")).collect::<Vec<_>>();
+        assert!(check(names(1024, 16), json!("run")).is_ok() && check(names(128, 128), json!("run")).is_ok());
+        let refused = |participants, writer_id| check(participants, writer_id).unwrap_err().message;
+        assert!(refused(names(1025, 5), json!("run")).contains("number of participants is 1025"));
+        assert!(refused(names(129, 128), json!("run")).contains("names is 16512"));
+        assert!(refused(vec!["a".into(), "a".into()], json!("run")).contains("twice"));
+        assert!(refused(names(2, 1), Value::Null).contains("writer_id is missing"));
     }
 
     #[test]

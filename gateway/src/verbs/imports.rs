@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 use ballast_schemas::{
     AbortImport, Availability, BallastError, BeginImport, BeginImportReply, BeginImportRequest, BeginSharedImport,
     ClaimPhase, Command, CommitImport, CommitImportRequest, Digest, ErrorCode, ImportSession, ManifestRef,
-    NodeEndpoint, NodeId, Receipt, RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionId,
-    SessionReply, SessionRequest, TokenRight, UpsertMode, WeightRevisionMetadata,
+    NodeEndpoint, NodeId, Receipt, RenewImport, Reply, RequestOptions, RevisionIdentity, RevisionReply, SessionReply,
+    SessionRequest, UpsertMode, WeightRevisionMetadata,
 };
 use ballast_workflows::State;
 use futures::future::try_join_all;
 use serde_json::json;
 
-use super::{answer_with, checks, revisions, unexpected};
+use super::{answer_with, checks, unexpected};
 use crate::context::Context;
-use crate::placement::{NoPlace, place};
+use crate::placement::{NoPlace, place, takes};
 use crate::request::{Answer, Call};
 use crate::room::{self, Room};
 
@@ -29,7 +29,9 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
     let request = call.read::<BeginImportRequest>()?;
     call.check_tenant(&request.body.identity)?;
     checks::begin_import(&request.body)?;
-    context.freshen(&request.options).await?;
+    // Before the log: whoever waits for a session of somebody else asks again and again, with all its participants.
+    let free = |state: &State| state.expect_no_other_import(&request.body.identity, &request.body.session_id);
+    context.decide(&request.options, free).await?;
     let placement = placement_of(context, &request.body).await?;
     let BeginImportRequest {
         identity,
@@ -41,19 +43,19 @@ pub(super) async fn begin(context: &Context, call: &Call) -> Result<Answer, Ball
         reserved_bytes: _,
         unit_count,
         participants,
+        writer_id,
     } = request.body;
     let import =
         BeginImport { identity, session_id, ttl_ms, policy, placement_digest, placement, logical_bytes, unit_count };
-    let command = match participants.is_empty() {
-        true => Command::BeginImport(import),
-        false => Command::BeginSharedImport(BeginSharedImport { import, participants }),
+    let command = match writer_id {
+        None => Command::BeginImport(import),
+        Some(writer_id) => Command::BeginSharedImport(BeginSharedImport { import, participants, writer_id }),
     };
     // The session id makes it safe to repeat; the placement may differ then, so the caller's request id would only be in the way.
     let (position, reply) = context.submit_afresh(&request.options, command).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     let endpoints = endpoints_of(context, &session).await?;
-    let token =
-        context.tokens.issue(&session.instance, TokenRight::Import, session.session_id.as_str(), session.ttl_ms);
+    let token = context.tokens.issue_import(&session);
     Answer::new(position.seq, &BeginImportReply { session: *session, endpoints, token })
 }
 
@@ -76,12 +78,14 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
         return Err(BallastError::new(ErrorCode::Conflict, message).with_details(json!({ "watermark": watermark })));
     }
     context.directory.settled().await;
+    let shared = !request.participants.is_empty();
     let choose = || {
         place(
             &context.directory.nodes(),
             &context.cluster_id,
             &identity.group_id(),
             request.reserved_bytes,
+            shared,
             preferred.as_ref(),
             &context.promises,
         )
@@ -98,14 +102,14 @@ async fn placement_of(context: &Context, request: &BeginImportRequest) -> Result
     if !no_place.may_pass {
         return Err(no_place.error);
     }
-    wait_for_room(context, request.reserved_bytes, &choose).await.map(|node| vec![node])
+    wait_for_room(context, request, &choose).await.map(|node| vec![node])
 }
 
 /// Nodes fall silent together when the server restarts, memory that was freed shows with the next status, and AUTO revisions can
 /// be demoted. What takes longer is told, with `making_room` in its details, and asked again.
 async fn wait_for_room(
     context: &Context,
-    needed_bytes: u64,
+    request: &BeginImportRequest,
     choose: &impl Fn() -> Result<NodeId, NoPlace>,
 ) -> Result<NodeId, BallastError> {
     let began = Instant::now();
@@ -119,8 +123,9 @@ async fn wait_for_room(
                 continue;
             }
         };
-        let nodes = context.directory.nodes();
-        let look = |state: &State| room::look_for(state, &nodes, &context.cluster_id, needed_bytes, refusal);
+        let mut nodes = context.directory.nodes();
+        nodes.retain(|status| takes(status, !request.participants.is_empty()));
+        let look = |state: &State| room::look_for(state, &nodes, &context.cluster_id, request.reserved_bytes, refusal);
         match context.replica.read(look) {
             Room::Never { error } if began.elapsed() >= NODE_PATIENCE => return Err(error),
             Room::Soon { error, .. } if began.elapsed() >= ROOM_PATIENCE => return Err(error),
@@ -177,36 +182,34 @@ pub(super) async fn endpoints_of(
 
 pub(super) async fn renew(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<SessionRequest>()?;
-    let SessionRequest { identity, session_id } = request.body;
+    let SessionRequest { identity, session_id, coordinator } = request.body;
     call.check_tenant(&identity)?;
     // Not under the caller's id: every renewal counts from its own entry.
-    let (position, reply) =
-        context.submit_afresh(&request.options, Command::RenewImport(RenewImport { identity, session_id })).await?;
+    let command = Command::RenewImport(RenewImport { identity, session_id, coordinator });
+    let (position, reply) = context.submit_afresh(&request.options, command).await?;
     let Reply::Import(session) = reply else { return Err(unexpected(&reply)) };
     Answer::new(position.seq, &SessionReply { session: *session })
 }
 
 pub(super) async fn abort(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<SessionRequest>()?;
-    let SessionRequest { identity, session_id } = request.body;
+    let SessionRequest { identity, session_id, coordinator } = request.body;
     call.check_tenant(&identity)?;
-    let command = Command::AbortImport(AbortImport { identity, session_id });
+    let command = Command::AbortImport(AbortImport { identity, session_id, coordinator });
     let (position, reply) = context.submit(call, &request.options, command).await?;
     answer_with(position, reply)
 }
 
 pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<CommitImportRequest>()?;
-    let CommitImportRequest { identity, session_id, manifest_sha256 } = request.body;
-    call.check_tenant(&identity)?;
-    let looked =
-        context.decide(&request.options, |state| before_commit(state, &identity, &session_id, manifest_sha256)).await?;
-    let session = match looked {
+    call.check_tenant(&request.body.identity)?;
+    let session = match context.decide(&request.options, |state| before_commit(state, &request.body)).await? {
         BeforeCommit::Committed { log_seq, revision } => {
             return Answer::new(log_seq, &RevisionReply { revision: *revision });
         }
         BeforeCommit::Open(session) => session,
     };
+    let CommitImportRequest { identity, session_id, manifest_sha256, coordinator } = request.body;
     let asked = session.placement.iter().map(async |node| {
         let receipt = context.nodes.receipt(node, &session.instance, &session_id).await?;
         check_receipt(&receipt, node, &session, manifest_sha256)?;
@@ -214,7 +217,7 @@ pub(super) async fn commit(context: &Context, call: &Call) -> Result<Answer, Bal
     });
     let receipts = try_join_all(asked).await?;
     let manifest = agreed(&receipts)?;
-    let command = CommitImport { identity, session_id, manifest, receipts };
+    let command = CommitImport { identity, session_id, manifest, receipts, coordinator };
     // The receipts may differ between repeats (a node restarted), so the caller's request id would only be in the way.
     let (position, reply) = context.submit_afresh(&request.options, Command::CommitImport(command)).await?;
     answer_with(position, reply)
@@ -228,36 +231,18 @@ enum BeforeCommit {
     Open(Box<ImportSession>),
 }
 
-fn before_commit(
-    state: &State,
-    identity: &RevisionIdentity,
-    session_id: &SessionId,
-    sha256: Digest,
-) -> Result<BeforeCommit, BallastError> {
-    let record = state.revision(identity).ok_or_else(|| revisions::not_found(identity))?;
-    if let Some(manifest) = &record.manifest {
-        return match manifest.sha256 == sha256 && record.availability == Availability::Ready {
+fn before_commit(state: &State, request: &CommitImportRequest) -> Result<BeforeCommit, BallastError> {
+    let CommitImportRequest { identity, session_id, manifest_sha256: sha256, coordinator } = request;
+    if let Some((record, manifest)) = state.revision(identity).and_then(|it| Some((it, it.manifest.as_ref()?))) {
+        return match manifest.sha256 == *sha256 && record.availability == Availability::Ready {
             true => Ok(BeforeCommit::Committed { log_seq: state.log_seq(), revision: Box::new(record.clone()) }),
-            false => Err(committed_otherwise(identity, record.availability, manifest.sha256, sha256)),
+            false => Err(committed_otherwise(identity, record.availability, manifest.sha256, *sha256)),
         };
     }
-    match state.import(identity) {
-        Some(session) if session.session_id == *session_id => {
-            // Before nodes are asked: whoever is missing says more than what is.
-            state.expect_parts(identity)?;
-            Ok(BeforeCommit::Open(Box::new(session.clone())))
-        }
-        Some(session) => {
-            let open = &session.session_id;
-            let message = format!("revision {identity} is being imported by session {open}, not by {session_id}");
-            Err(BallastError::new(ErrorCode::Conflict, message))
-        }
-        None => {
-            let ended = record.availability;
-            let message = format!("the import session of revision {identity} has ended ({ended}); begin a new import");
-            Err(BallastError::new(ErrorCode::LeaseExpired, message))
-        }
-    }
+    let session = state.coordinated_import(identity, session_id, coordinator.as_ref())?;
+    // Before nodes are asked: whoever is missing says more than what is.
+    state.expect_parts(identity)?;
+    Ok(BeforeCommit::Open(Box::new(session.clone())))
 }
 
 fn committed_otherwise(

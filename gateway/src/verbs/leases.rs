@@ -6,7 +6,7 @@ use std::time::Duration;
 use ballast_schemas::{
     AcquireLease, AcquireLeaseReply, AcquireLeaseRequest, Availability, BallastError, Command, ErrorCode, InstanceId,
     LeaseReply, NodeEndpoint, NodeId, ReleaseLease, ReleaseLeaseReply, ReleaseLeaseRequest, RenewLease,
-    RenewLeaseRequest, Reply, TokenRight,
+    RenewLeaseRequest, Reply,
 };
 
 use super::{checks, unexpected};
@@ -40,7 +40,7 @@ pub(super) async fn acquire(context: &Context, call: &Call) -> Result<Answer, Ba
     let revision = context.replica.read(|state| state.revision(&identity).cloned());
     let revision = revision.filter(|revision| revision.instance == lease.instance).ok_or_else(gone)?;
     let endpoints = holders(context, &lease.instance, &revision.placement);
-    let token = context.tokens.issue(&lease.instance, TokenRight::Read, lease.lease_id.as_str(), lease.ttl_ms);
+    let token = context.tokens.issue_read(&lease, &endpoints);
     Answer::new(position.seq, &AcquireLeaseReply { lease: lease.into_inner(), revision, endpoints, token })
 }
 

@@ -2,12 +2,12 @@
 //! commits looks who is missing. The fold decides, and nodes hold what was written.
 
 use ballast_schemas::{
-    BallastError, Command, ErrorCode, ImportReply, ImportSession, JoinImport, JoinImportReply, JoinImportRequest,
-    PartReply, PartRequest, PartWriter, Reply, RevisionIdentity, SessionId, SessionRequest, TokenPart,
+    BallastError, Command, ImportReply, JoinImport, JoinImportReply, JoinImportRequest, PartReply, PartRequest,
+    PartWriter, Reply, SessionRequest, TokenPart,
 };
 use ballast_workflows::State;
 
-use super::{imports, revisions, unexpected};
+use super::{imports, unexpected};
 use crate::context::Context;
 use crate::request::{Answer, Call};
 
@@ -25,7 +25,18 @@ pub(super) async fn join(context: &Context, call: &Call) -> Result<Answer, Balla
     // Under the caller's id: a repeat that is read late must not take the place of a later run.
     let (position, reply) = context.submit(call, &request.options, Command::JoinImport(command)).await?;
     let Reply::Part(part) = reply else { return Err(unexpected(&reply)) };
-    let session = context.replica.read(|state| open_session(state, &identity, &session_id))?;
+    // What a repeat hears is as old as its first answer: meanwhile another run may have joined, or another import begun.
+    let own = PartWriter {
+        identity,
+        session_id,
+        participant: part.participant.clone(),
+        instance: part.instance.clone(),
+        epoch: part.epoch,
+    };
+    let session = context.replica.read(|state| {
+        state.expect_part(&own)?;
+        state.open_import(&own.identity, &own.session_id).cloned()
+    })?;
     let endpoints = imports::endpoints_of(context, &session).await?;
     let token_part = TokenPart { participant: part.participant.clone(), epoch: part.epoch };
     let token = context.tokens.issue_part(&session, token_part);
@@ -56,33 +67,17 @@ fn part_of(call: &Call) -> Result<(ballast_schemas::RequestOptions, PartWriter),
 
 pub(super) async fn get(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<SessionRequest>()?;
-    let SessionRequest { identity, session_id } = request.body;
+    let SessionRequest { identity, session_id, coordinator } = request.body;
     call.check_tenant(&identity)?;
     let look = |state: &State| -> Result<ImportReply, BallastError> {
-        let session = open_session(state, &identity, &session_id)?;
-        Ok(ImportReply { session, participants: state.import_parts(&identity), log_clock: state.log_clock() })
+        // Anybody may look; a coordinator hears when it is the session's no more.
+        let session = match &coordinator {
+            None => state.open_import(&identity, &session_id)?,
+            own => state.coordinated_import(&identity, &session_id, own.as_ref())?,
+        };
+        let participants = state.import_parts(&identity);
+        Ok(ImportReply { session: session.clone(), participants, log_clock: state.log_clock() })
     };
     let (seq, found) = context.read(&request.options, look).await?;
     Answer::new(seq, &found?)
-}
-
-/// The session, while it is open and the revision's own.
-fn open_session(
-    state: &State,
-    identity: &RevisionIdentity,
-    session_id: &SessionId,
-) -> Result<ImportSession, BallastError> {
-    let record = state.revision(identity).ok_or_else(|| revisions::not_found(identity))?;
-    match state.import(identity) {
-        Some(session) if session.session_id == *session_id => Ok(session.clone()),
-        Some(session) => {
-            let open = &session.session_id;
-            let message = format!("revision {identity} is being imported by session {open}, not by {session_id}");
-            Err(BallastError::new(ErrorCode::Conflict, message))
-        }
-        None => {
-            let message = format!("no import of revision {identity} is open ({})", record.availability);
-            Err(BallastError::new(ErrorCode::LeaseExpired, message))
-        }
-    }
 }

@@ -14,7 +14,8 @@ fn good(verb: &str) -> Value {
             json!({"identity": identity, "session_id": "s1", "participant": participant, "writer_id": "w1", "placement_digest": digest})
         }
         "renew_part" | "finish_part" => {
-            let instance = json!({"group_id": format!("weight:{}", "0".repeat(64)), "position": {"seq": 3, "index": 0}});
+            let instance =
+                json!({"group_id": format!("weight:{}", "0".repeat(64)), "position": {"seq": 3, "index": 0}});
             json!({"identity": identity, "session_id": "s1", "participant": "rank0", "instance": instance, "epoch": 1})
         }
         "renew_import" | "abort_import" | "get_import" => json!({"identity": identity, "session_id": "s1"}),

@@ -8,8 +8,9 @@ use ballast_gateway::{Gateway, GatewayHandle, GatewayOptions};
 use ballast_journal::nodes::NodeListener;
 use ballast_journal::{EmbeddedServer, ServerOptions};
 use ballast_schemas::{
-    BallastError, Bitmap, Digest, ErrorCode, InstanceId, LogPosition, ManifestRef, NodeEndpoint, NodeId, NodeInventory,
-    NodeReply, NodeRequest, NodeStatus, Receipt, ReplicaId, RevisionIdentity, SessionId, subject,
+    BallastError, Bitmap, ClaimOperation, Command, DeletionFinished, Digest, ErrorCode, InstanceId, LogPosition,
+    ManifestRef, NodeEndpoint, NodeId, NodeInventory, NodeReply, NodeRequest, NodeStatus, OperationId, Receipt,
+    ReplicaId, Reply, RevisionIdentity, SessionId, WorkerId, subject,
 };
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -114,6 +115,18 @@ impl Fixture {
         }
     }
 
+    /// Carries a deletion out, as a workflow worker would.
+    pub async fn finish_deletion(&self, revision: &Value) {
+        let operation_id: OperationId = serde_json::from_value(revision["operation_id"].clone()).unwrap();
+        let worker = WorkerId::new("worker").unwrap();
+        let claim = ClaimOperation { operation_id: operation_id.clone(), worker, ttl_ms: 6_000 };
+        let replica = self.handle().replica();
+        let (_, claimed) = replica.submit(Command::ClaimOperation(claim)).await.unwrap();
+        let Ok(Reply::Operation(operation)) = claimed else { panic!("not claimed: {claimed:?}") };
+        let finished = DeletionFinished { operation_id, epoch: operation.epoch, owed: vec![] };
+        replica.submit(Command::DeletionFinished(finished)).await.unwrap().1.unwrap();
+    }
+
     /// Imports a revision as far as READY + HOT on `node`, without a byte.
     pub async fn import(&self, node: &FakeNode, identity: &RevisionIdentity, policy: Value) -> Value {
         let session_id = format!("session-{}", identity.weight_generation);
@@ -190,6 +203,7 @@ impl FakeNode {
             instances: 0,
             quarantined: 0,
             objects: ballast_schemas::ObjectCounts::default(),
+            shared_imports: true,
             labels: BTreeMap::new(),
         };
         let receipts: Arc<Mutex<HashMap<InstanceId, Receipt>>> = Arc::default();

@@ -312,9 +312,12 @@ async fn participants_join_finish_and_are_named_while_they_are_missing() {
     let identity = minilm(1);
     let mut shared = begin(&identity, "s1", hot());
     shared["participants"] = json!(["rank0", "rank1"]);
+    let error = fixture.refuse("begin_import", shared.clone(), ErrorCode::InvalidArgument).await;
+    assert!(error.message.contains("writer_id"), "{error}");
+    shared["writer_id"] = json!("run1");
     let begun = fixture.call("begin_import", shared.clone()).await.unwrap();
     let again = fixture.call("begin_import", shared.clone()).await.unwrap();
-    assert_eq!(again["session"]["instance"], begun["session"]["instance"]);
+    assert_eq!(again["session"], begun["session"]);
     for wrong in [json!(["rank0", "rank0"]), json!(["a b"]), json!([["rank0"]]), json!([1])] {
         let mut other = shared.clone();
         other["participants"] = wrong;
@@ -341,7 +344,8 @@ async fn participants_join_finish_and_are_named_while_they_are_missing() {
     fixture.refuse("renew_part", part("rank0", 1), ErrorCode::Conflict).await;
     fixture.refuse("finish_part", part("rank0", 1), ErrorCode::Conflict).await;
     assert_eq!(fixture.call("finish_part", part("rank0", 2)).await.unwrap()["part"]["done"], true);
-    let commit = |sha256: &str| json!({"identity": identity, "session_id": "s1", "manifest_sha256": sha256});
+    let coordinator = json!({"instance": begun["session"]["instance"], "epoch": 1});
+    let commit = |sha256: &str| json!({"identity": identity, "session_id": "s1", "manifest_sha256": sha256, "coordinator": coordinator});
     let error = fixture.refuse("commit_import", commit(&"0".repeat(64)), ErrorCode::NotReady).await;
     assert_eq!(error.details["participants"], json!(["rank1"]));
     let found = fixture.call("get_import", json!({"identity": identity, "session_id": "s1"})).await.unwrap();
@@ -355,5 +359,74 @@ async fn participants_join_finish_and_are_named_while_they_are_missing() {
     let committed = fixture.call("commit_import", commit(&sha256)).await.unwrap();
     assert_eq!(committed["revision"]["availability"], "READY");
     fixture.refuse("join_import", join("rank1", "w9"), ErrorCode::Conflict).await;
-    fixture.refuse("get_import", json!({"identity": identity, "session_id": "s1"}), ErrorCode::LeaseExpired).await;
+    fixture.refuse("get_import", json!({"identity": identity, "session_id": "s1"}), ErrorCode::Conflict).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_coordinator_that_was_replaced_is_refused_by_every_verb_that_speaks_for_the_session() {
+    let fixture = Fixture::start().await;
+    let _node = FakeNode::start(&fixture, "node-1", 64 * MIB).await;
+    let identity = minilm(1);
+    let begin_as = |session: &str, writer: &str| {
+        let mut body = begin(&identity, session, hot());
+        body["participants"] = json!(["rank0"]);
+        body["writer_id"] = json!(writer);
+        body
+    };
+    let first = fixture.call("begin_import", begin_as("s1", "run1")).await.unwrap();
+    let second = fixture.call("begin_import", begin_as("s1", "run2")).await.unwrap();
+    let instance = &first["session"]["instance"];
+    assert_eq!((&first["session"]["epoch"], &second["session"]["epoch"]), (&json!(1), &json!(2)));
+    assert_eq!(&second["session"]["instance"], instance);
+    let error = fixture.refuse("begin_import", begin_as("s2", "run3"), ErrorCode::Busy).await;
+    assert_eq!(error.details["session_id"], "s1");
+    let ask = |epoch: u64| json!({"identity": identity, "session_id": "s1", "coordinator": {"instance": instance, "epoch": epoch}});
+    let commit = |epoch: u64| {
+        let mut body = ask(epoch);
+        body["manifest_sha256"] = json!("0".repeat(64));
+        body
+    };
+    for verb in ["renew_import", "abort_import", "get_import"] {
+        let error = fixture.refuse(verb, ask(1), ErrorCode::Conflict).await;
+        assert_eq!(error.details["epoch"], 2, "{verb}");
+    }
+    fixture.refuse("commit_import", commit(1), ErrorCode::Conflict).await;
+    fixture.refuse("begin_import", begin_as("s1", "run1"), ErrorCode::Conflict).await;
+    fixture.refuse("abort_import", json!({"identity": identity, "session_id": "s1"}), ErrorCode::InvalidArgument).await;
+    fixture.call("renew_import", ask(2)).await.unwrap();
+    fixture.call("get_import", ask(2)).await.unwrap();
+    fixture.refuse("commit_import", commit(2), ErrorCode::NotReady).await;
+    fixture.call("abort_import", ask(2)).await.unwrap();
+    fixture.refuse("get_import", ask(2), ErrorCode::LeaseExpired).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_join_that_is_repeated_late_opens_no_door() {
+    let fixture = Fixture::start().await;
+    let _node = FakeNode::start(&fixture, "node-1", 64 * MIB).await;
+    let identity = minilm(1);
+    let mut shared = begin(&identity, "s1", hot());
+    shared["participants"] = json!(["rank0"]);
+    shared["writer_id"] = json!("run1");
+    let begun = fixture.call("begin_import", shared.clone()).await.unwrap();
+    let join = |writer: &str, request_id: &str| {
+        let digest = &shared["placement_digest"];
+        json!({"identity": identity, "session_id": "s1", "participant": "rank0", "writer_id": writer,
+            "placement_digest": digest, "options": {"request_id": request_id}})
+    };
+    let first = fixture.call("join_import", join("w1", "j1")).await.unwrap();
+    assert_eq!(fixture.call("join_import", join("w1", "j1")).await.unwrap()["part"], first["part"]);
+    // Another run has joined since.
+    fixture.call("join_import", join("w2", "j2")).await.unwrap();
+    let error = fixture.refuse("join_import", join("w1", "j1"), ErrorCode::Conflict).await;
+    assert_eq!(error.details["epoch"], 2);
+    // The import was given up, and its session's name begun again.
+    let coordinator = json!({"instance": begun["session"]["instance"], "epoch": 1});
+    let aborted = json!({"identity": identity, "session_id": "s1", "coordinator": coordinator});
+    let aborted = fixture.call("abort_import", aborted).await.unwrap();
+    fixture.finish_deletion(&aborted["revision"]).await;
+    let next = fixture.call("begin_import", shared.clone()).await.unwrap();
+    assert_ne!(next["session"]["instance"], begun["session"]["instance"]);
+    fixture.refuse("join_import", join("w2", "j2"), ErrorCode::LeaseExpired).await;
+    assert_eq!(fixture.call("join_import", join("w2", "j3")).await.unwrap()["part"]["epoch"], 1);
 }

@@ -37,7 +37,7 @@ fn begin_import(resource: &str) -> Command {
 }
 
 fn abort_import(resource: &str) -> Command {
-    Command::AbortImport(AbortImport { identity: identity(resource), session_id: session() })
+    Command::AbortImport(AbortImport { identity: identity(resource), session_id: session(), coordinator: None })
 }
 
 async fn replica(streams: &Streams, options: ReplicaOptions) -> Replica {

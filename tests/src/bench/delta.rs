@@ -2,8 +2,8 @@
 //! the wire. A real server, a gateway and a node with its tiers, all in this process; client and node speak TCP.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_client::delta::{self, Members, Semantics, SparseDelta};
@@ -31,6 +31,9 @@ use super::{Error, Options};
 /// Of the elements.
 const CHANGED_PERCENT: usize = 1;
 const SPEED_UP: f64 = 5.0;
+const WIRE_BYTES_PER_SECOND: u64 = 10_000_000_000 / 8;
+/// How far a wire may run ahead of its speed: less than a timer can wait.
+const WIRE_SLACK: Duration = Duration::from_millis(2);
 /// Of the model's bytes.
 const WIRE_SHARE: f64 = 0.03;
 /// Columns of every tensor, and the side of a tile.
@@ -39,19 +42,12 @@ const TILE: usize = 256;
 const READY_PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
-    let mut world = World::start(options, None).await?;
-    let (mut full, mut delta) = (Vec::new(), Vec::new());
-    world.put().await?;
-    for _ in 0..options.runs {
-        world.change();
-        full.push(world.replace_in_full().await?.as_secs_f64());
-        world.change();
-        delta.push(world.replace_by_delta().await?.as_secs_f64());
-    }
-    world.expect_content().await?;
-    world.stop().await?;
+    let mut rows = vec![
+        both_ways(options, None, "delta of 1 % until READY, no wire").await?,
+        both_ways(options, Some(Relay::of(WIRE_BYTES_PER_SECOND)), "delta of 1 % until READY, 10 Gbit/s").await?,
+    ];
 
-    // Once more through a relay that counts; nothing is timed there.
+    // Once more through a relay that only counts; nothing is timed there.
     let relay = Relay::default();
     let mut world = World::start(options, Some(relay.clone())).await?;
     world.put().await?;
@@ -63,23 +59,43 @@ pub(super) async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     let bytes = world.model_bytes() as f64;
     world.stop().await?;
 
-    let conditions = format!(
-        "{} bytes of BF16 in tensors of 32 MiB, {CHANGED_PERCENT} % of the elements of each; client, gateway and node in one process, over TCP",
-        bytes
-    );
-    let full = Runs::new(full);
-    Ok(vec![
-        Row::cost("delta of 1 % until READY", "s", &Runs::new(delta), full.median())
-            .against("full upsert")
-            .against_target(SPEED_UP)
-            .under(format!("{conditions}; the full upsert took {} to {} s", shown(full.least()), shown(full.most()))),
+    rows.push(
         Row::cost("bytes of that delta over the wire", "MB", &Runs::new(vec![wire / 1e6]), bytes * WIRE_SHARE / 1e6)
             .against("3 % of the model, limit")
             .under(format!(
-                "{conditions}; counted both ways by a relay, {} % of the model",
+                "{bytes} bytes of BF16; counted both ways by a relay, {} % of the model",
                 shown(wire / bytes * 100.0)
             )),
-    ])
+    );
+    Ok(rows)
+}
+
+/// A full upsert and a delta in turns, through a relay or straight over the loopback.
+async fn both_ways(options: &Options, relay: Option<Relay>, line: &str) -> Result<Row, Error> {
+    let wire = if relay.is_some() {
+        "through a relay that lets 10 Gbit/s pass each way, in this process too"
+    } else {
+        "over the loopback, which is no slower than the copies at its ends"
+    };
+    let mut world = World::start(options, relay).await?;
+    let (mut full, mut delta) = (Vec::new(), Vec::new());
+    world.put().await?;
+    for _ in 0..options.runs {
+        world.change();
+        full.push(world.replace_in_full().await?.as_secs_f64());
+        world.change();
+        delta.push(world.replace_by_delta().await?.as_secs_f64());
+    }
+    world.expect_content().await?;
+    let bytes = world.model_bytes();
+    world.stop().await?;
+    let full = Runs::new(full);
+    Ok(Row::cost(line, "s", &Runs::new(delta), full.median()).against("full upsert").against_target(SPEED_UP).under(format!(
+        "{bytes} bytes of BF16 in tensors of 32 MiB, {CHANGED_PERCENT} % of the elements of each; client, gateway and node in one process, \
+         TCP {wire}; the full upsert took {} to {} s",
+        shown(full.least()),
+        shown(full.most())
+    )))
 }
 
 /// A cluster of one node, and a model on it whose newest generation is known here too.
@@ -334,13 +350,26 @@ async fn ended<E: std::fmt::Display>(service: impl Future<Output = Result<(), E>
     service.await.map_err(|error| error.to_string())
 }
 
-/// Stands between clients and the node, and counts what passes, both ways.
+/// Stands between clients and the node, counts what passes, both ways, and lets it pass no faster than a wire does.
 #[derive(Clone, Default)]
 struct Relay {
     bytes: Arc<AtomicU64>,
+    /// Of a wire, for each way, when it is free again.
+    wire: Option<Wire>,
+}
+
+#[derive(Clone)]
+struct Wire {
+    bytes_per_second: u64,
+    free_at: [Arc<Mutex<Instant>>; 2],
 }
 
 impl Relay {
+    fn of(bytes_per_second: u64) -> Self {
+        let free_at = [(); 2].map(|()| Arc::new(Mutex::new(Instant::now())));
+        Self { wire: Some(Wire { bytes_per_second, free_at }), ..Self::default() }
+    }
+
     fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -353,23 +382,44 @@ impl Relay {
             while let Ok((client, _)) = listener.accept().await {
                 let Ok(node) = TcpStream::connect(node).await else { continue };
                 let ((from_client, to_client), (from_node, to_node)) = (client.into_split(), node.into_split());
-                tokio::spawn(pump(from_client, to_node, self.bytes.clone()));
-                tokio::spawn(pump(from_node, to_client, self.bytes.clone()));
+                tokio::spawn(self.clone().pump(0, from_client, to_node));
+                tokio::spawn(self.clone().pump(1, from_node, to_client));
             }
         });
         Ok(address)
     }
+
+    async fn pump(self, way: usize, mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) {
+        let mut piece = vec![0; 256 << 10];
+        loop {
+            // An end that is gone ends the other one; the measurement fails by itself if it was too early.
+            let Ok(bytes) = from.read(&mut piece).await else { return };
+            if bytes == 0 {
+                return;
+            }
+            if let Some(wire) = &self.wire {
+                wire.carry(way, bytes).await;
+            }
+            if to.write_all(&piece[..bytes]).await.is_err() {
+                return;
+            }
+            self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
 }
 
-async fn pump(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin, count: Arc<AtomicU64>) {
-    let mut piece = vec![0; 256 << 10];
-    loop {
-        // An end that is gone ends the other one; the measurement fails by itself if it was too early.
-        let Ok(bytes) = from.read(&mut piece).await else { return };
-        if bytes == 0 || to.write_all(&piece[..bytes]).await.is_err() {
-            return;
+impl Wire {
+    /// Waits until the wire has carried this, after what others have given it before.
+    async fn carry(&self, way: usize, bytes: usize) {
+        let now = Instant::now();
+        let done = {
+            let mut free_at = self.free_at[way].lock().expect("nobody panics with it");
+            *free_at = (*free_at).max(now) + Duration::from_secs_f64(bytes as f64 / self.bytes_per_second as f64);
+            *free_at
+        };
+        if done > now + WIRE_SLACK {
+            tokio::time::sleep_until(done.into()).await;
         }
-        count.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 

@@ -117,6 +117,7 @@ impl Site {
             instances: 0,
             quarantined: 0,
             objects: ObjectCounts::default(),
+            shared_imports: true,
             labels: BTreeMap::new(),
         }
     }

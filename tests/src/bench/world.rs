@@ -100,7 +100,7 @@ pub(super) fn commit(identity: &RevisionIdentity, instance: &InstanceId, node: &
         manifest: manifest.clone(),
     };
     let (identity, session_id) = (identity.clone(), name("session-1"));
-    Command::CommitImport(CommitImport { identity, session_id, manifest, receipts: vec![receipt] })
+    Command::CommitImport(CommitImport { identity, session_id, manifest, receipts: vec![receipt], coordinator: None })
 }
 
 pub(super) fn acquire(identity: &RevisionIdentity, lease_id: &str) -> Command {

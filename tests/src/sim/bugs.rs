@@ -59,6 +59,8 @@ bugs! {
     CommitWithoutReceipts => "2,",
     /// 2: a node takes what a participant offers for what it holds.
     OffersCountUnread => "2,",
+    /// 2: the fold publishes an import although a participant that was joined has not finished.
+    CommitWithoutAPart => "participants",
     /// 2: the fold publishes an import that has not been committed.
     ReadyWhileImporting => "2,|state table",
     /// 3: the manifest reference changes after READY.
@@ -89,6 +91,10 @@ bugs! {
     BaseRetiredEarly => "12,",
 
     // Beyond the twelve.
+    /// The fold hears a run of a participant that was replaced.
+    ReplacedPartIsHeard => "participants",
+    /// The fold hears a run of a coordinator that was replaced.
+    ReplacedCoordinatorIsHeard => "participants",
     /// The state table: a READY revision that is ABSENT.
     ReadyAndAbsent => "state table",
     /// A round of demotions begins as soon as the last one's migrations have ended, on figures from before.

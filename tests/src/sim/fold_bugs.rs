@@ -1,10 +1,13 @@
-//! Planted bugs whose rule lives in the fold. The product has no switches for them: after an entry was folded, a wrapper
-//! changes the state through its own serialised form, as a wrong fold would have left it.
+//! Planted bugs whose rule lives in the fold. The product has no switches for them: before or after an entry is folded, a wrapper
+//! changes what is said, or the state through its own serialised form, as a wrong fold would have taken or left it.
 
 use std::fmt;
 
-use ballast_schemas::{Availability, RevisionIdentity, TenantId, WeightRevisionMetadata};
-use ballast_workflows::State;
+use ballast_schemas::{
+    AbortImport, Availability, ClaimPhase, Command, CommitImport, Envelope, ImportSession, RenewImport,
+    ReplacementClaim, RevisionIdentity, TenantId, UpsertMode, WeightRevisionMetadata,
+};
+use ballast_workflows::{Applied, FoldHalt, State, fold};
 use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::ser::{SerializeMap, SerializeSeq};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -156,7 +159,57 @@ pub(crate) fn is_of_the_fold(bug: Bug) -> bool {
             | Bug::ReadyAndAbsent
             | Bug::RoundNotAwaited
             | Bug::ProgressGoesBack
+            | Bug::CommitWithoutAPart
+            | Bug::ReplacedPartIsHeard
+            | Bug::ReplacedCoordinatorIsHeard
     )
+}
+
+/// Folds an entry as every replica of a build with this bug would: what the fold should refuse is said so that it does not.
+pub(crate) fn fold_with(
+    bug: Option<Bug>,
+    state: &mut State,
+    seq: u64,
+    unix_ns: u64,
+    envelope: &Envelope,
+) -> Result<Applied, FoldHalt> {
+    let said_so = [Bug::CommitWithoutAPart, Bug::ReplacedPartIsHeard, Bug::ReplacedCoordinatorIsHeard];
+    let Some(bug) = bug.filter(|bug| said_so.contains(bug)) else { return fold(state, seq, unix_ns, envelope) };
+    let mut commands = envelope.commands().to_vec();
+    for record in &mut commands {
+        match (&mut record.command, bug) {
+            (Command::RenewPart(own) | Command::FinishPart(own), Bug::ReplacedPartIsHeard) => {
+                let parts = state.import_parts(&own.identity);
+                let joined = parts.iter().find(|part| part.participant == own.participant && part.epoch > own.epoch);
+                own.epoch = joined.map_or(own.epoch, |part| part.epoch);
+            }
+            (Command::RenewImport(RenewImport { identity, coordinator, .. }), Bug::ReplacedCoordinatorIsHeard)
+            | (Command::CommitImport(CommitImport { identity, coordinator, .. }), Bug::ReplacedCoordinatorIsHeard)
+            | (Command::AbortImport(AbortImport { identity, coordinator, .. }), Bug::ReplacedCoordinatorIsHeard) => {
+                let open = state.import(identity).and_then(ImportSession::coordinator);
+                if let (Some(own), Some(open)) = (coordinator, open)
+                    && own.instance == open.instance
+                {
+                    *own = open;
+                }
+            }
+            (Command::CommitImport(commit), Bug::CommitWithoutAPart) => {
+                on_revision(state, Some(commit.identity.clone()), |revision| {
+                    let parts = revision.field("import").and_then(|import| import.field("parts"));
+                    for part in parts.into_iter().flat_map(Value::entries) {
+                        if part.field("epoch").is_some_and(|epoch| *epoch != Value::Unsigned(0)) {
+                            part.set("done", Value::Bool(true));
+                        }
+                    }
+                });
+            }
+            _ => {}
+        }
+    }
+    match Envelope::seal(envelope.id().to_owned(), commands) {
+        Ok((changed, _)) => fold(state, seq, unix_ns, &changed),
+        Err(_) => fold(state, seq, unix_ns, envelope),
+    }
 }
 
 /// Leaves `state` as a fold with this bug would, where the entry gave it the occasion.
@@ -220,7 +273,12 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
         }
         Bug::BaseRetiredEarly => {
             let early = all.iter().find(|record| {
-                let claim = state.claim(&record.identity.lineage()).filter(|claim| !claim.phase.is_terminal());
+                // Once the target is READY it would not be early.
+                let is_early = |claim: &&ReplacementClaim| {
+                    claim.mode == UpsertMode::PutFirst
+                        && matches!(claim.phase, ClaimPhase::PreparingTarget | ClaimPhase::TargetImporting)
+                };
+                let claim = state.claim(&record.identity.lineage()).filter(is_early);
                 record.availability == Availability::Ready
                     && claim.is_some_and(|claim| claim.base == record.identity && changed_claim(before, claim))
             });
@@ -258,7 +316,7 @@ pub(crate) fn apply(bug: Bug, before: &State, state: &mut State) {
     }
 }
 
-fn changed_claim(before: &State, claim: &ballast_schemas::ReplacementClaim) -> bool {
+fn changed_claim(before: &State, claim: &ReplacementClaim) -> bool {
     before.claim(&claim.lineage) != Some(claim)
 }
 

@@ -9,7 +9,7 @@ use ballast_schemas::{
     AcquireLease, Availability, BallastError, BeginImport, BeginSharedImport, Command, CommandId, CommitImport, Digest,
     ErrorCode, ImportSession, InstanceId, InstanceStanding, LeaseGrant, LogPosition, LogTime, MigrationTrigger, NodeId,
     NodeReply, NodeRequest, OperationId, ParticipantId, Receipt, RelievePressure, Reply, RevisionIdentity, SessionId,
-    WeightRevisionMetadata,
+    WeightRevisionMetadata, WriterId,
 };
 use ballast_workflows::State;
 
@@ -89,11 +89,11 @@ impl Gateway {
         self.replica.read(|state| state.revision(identity).cloned())
     }
 
-    /// Opens an import session somewhere with room; without participants for one writer.
+    /// Opens an import session somewhere with room. `shared`: the participants, and the run of their coordinator.
     pub async fn begin_import(
         &self,
         mut command: BeginImport,
-        participants: Vec<ParticipantId>,
+        shared: Option<(Vec<ParticipantId>, WriterId)>,
         until: LogTime,
     ) -> Result<ImportSession, BallastError> {
         let standing = self.metadata(&command.identity).filter(|found| found.availability != Availability::Deleted);
@@ -108,9 +108,11 @@ impl Gateway {
             },
         };
         let id = self.w().command_id();
-        let command = match participants.is_empty() {
-            true => Command::BeginImport(command),
-            false => Command::BeginSharedImport(BeginSharedImport { import: command, participants }),
+        let command = match shared {
+            None => Command::BeginImport(command),
+            Some((participants, writer_id)) => {
+                Command::BeginSharedImport(BeginSharedImport { import: command, participants, writer_id })
+            }
         };
         match self.submit(id, until, command).await? {
             Reply::Import(session) => Ok(*session),
@@ -149,11 +151,11 @@ impl Gateway {
     /// Publishes an import on the nodes' receipts.
     pub async fn commit_import(
         &self,
-        identity: &RevisionIdentity,
-        session_id: &SessionId,
+        importing: &ImportSession,
         sha256: Digest,
         until: LogTime,
     ) -> Result<WeightRevisionMetadata, BallastError> {
+        let ImportSession { identity, session_id, .. } = importing;
         let look = |state: &State| (state.revision(identity).cloned(), state.import(identity).cloned());
         let (record, session) = self.replica.read(look);
         let record =
@@ -177,8 +179,8 @@ impl Gateway {
         }
         let manifest = receipts.first().map(|receipt| receipt.manifest.clone());
         let manifest = manifest.ok_or_else(|| BallastError::invalid("a placement of no nodes"))?;
-        let (identity, session_id) = (identity.clone(), session_id.clone());
-        let command = Command::CommitImport(CommitImport { identity, session_id, manifest, receipts });
+        let (identity, session_id, coordinator) = (identity.clone(), session_id.clone(), importing.coordinator());
+        let command = Command::CommitImport(CommitImport { identity, session_id, manifest, receipts, coordinator });
         match self.submit(self.w().command_id(), until, command).await? {
             Reply::Revision(revision) => Ok(*revision),
             other => Err(BallastError::invalid(format!("not a revision: {other:?}"))),

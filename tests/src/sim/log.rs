@@ -95,7 +95,7 @@ impl SharedLog {
         let unix_ns = (START_UNIX_NS + now).saturating_add_signed(self.clock_offset_ns.get());
         self.ids.borrow_mut().insert(envelope.id().to_owned(), (seq, now));
         let before = self.truth.borrow().clone();
-        let applied = fold(&mut self.truth.borrow_mut(), seq, unix_ns, envelope);
+        let applied = fold_bugs::fold_with(w.plan.bug, &mut self.truth.borrow_mut(), seq, unix_ns, envelope);
         let applied = match applied {
             Ok(applied) => applied,
             Err(halt) => {

@@ -309,6 +309,11 @@ impl Plan {
             }
             Bug::UnitsInMetadata => plan.units_max = 12,
             Bug::OffersCountUnread => plan.actions.share = 60,
+            Bug::CommitWithoutAPart | Bug::ReplacedPartIsHeard | Bug::ReplacedCoordinatorIsHeard => {
+                plan.clients = 5;
+                plan.actions.share = 60;
+                plan.actions.every_ns = 2 * SECOND;
+            }
             Bug::CommitWithoutReceipts
             | Bug::OtherManifestIdentity
             | Bug::ReadyWhileImporting

@@ -8,9 +8,10 @@ use std::rc::Rc;
 use ballast_schemas::{
     COMMAND_WINDOW_MS, Command, CommandId, CommandRecord, Envelope, LogPosition, LogTime, Outcome, TICK_SILENCE_MS,
 };
-use ballast_workflows::{State, fold};
+use ballast_workflows::State;
 
 use super::bugs::Bug;
+use super::fold_bugs;
 use super::log::{Snapshot, publish};
 use super::runtime::{Giver, MS, ProcessId, SECOND, Signal, oneshot};
 use super::world::{Link, W};
@@ -126,7 +127,7 @@ impl Replica {
         // A replica that reads its own clock instead of the entry's: its log clock runs elsewhere.
         let alone = w.bug(Bug::ReplicaDecidesAlone) && self.name == "g0" && seq > 40;
         let unix_ns = if alone { unix_ns + w.now() % 1_000 } else { unix_ns };
-        let applied = fold(&mut self.state.borrow_mut(), seq, unix_ns, &envelope);
+        let applied = fold_bugs::fold_with(w.plan.bug, &mut self.state.borrow_mut(), seq, unix_ns, &envelope);
         self.last_entry_at.set(w.now());
         let outcomes = match applied {
             Ok(applied) => applied.outcomes,

@@ -16,7 +16,9 @@ use bytes::Bytes;
 
 use super::instance::{Instance, Sealed, Standing, State, cold_record, no_charges};
 use super::offers::PartWrite;
+use super::room::Room;
 use super::{NodeStore, lock};
+use crate::budget::Charge;
 use crate::checksum::{RunningChecksum, checksum};
 use crate::cold::Progress;
 use crate::error::{Mismatch, StoreError};
@@ -27,13 +29,12 @@ use crate::layout::{Extent, GroupLayout};
 use crate::memory_tier::instance_folder;
 use crate::offers::PartOffers;
 use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
+use crate::spares::Spare;
 
 /// Bytes copied at a time: small enough to be checksummed and written while they are in a core's cache.
 const COPY_BYTES: u64 = 1 << 20;
 /// Longest wait of a seal for writers; each copies at most [`COPY_BYTES`] between two checks.
 const WRITERS_WAIT: Duration = Duration::from_secs(30);
-/// Room in a segment is taken in blocks of this many bytes, when the first byte of a block is written.
-const ROOM_BYTES: u64 = 64 << 20;
 
 /// The answer to a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,13 +66,14 @@ impl SealDocument {
 }
 
 /// How far the units of an import were written.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Writes {
     pub(super) units: Vec<UnitWrite>,
-    /// For each segment, the blocks whose room was taken.
-    room: Vec<Bitmap>,
+    room: Arc<Room>,
     /// Of an import with several writers: who brings what.
     pub(super) offers: PartOffers,
+    /// For the memory that these take.
+    pub(super) offers_charge: Option<Charge>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -96,11 +98,11 @@ pub(super) enum Order {
 
 impl Writes {
     pub(crate) fn new(layout: &GroupLayout) -> Self {
-        let blocks = |segment| layout.segment_bytes(segment).div_ceil(ROOM_BYTES) as u32;
         Self {
             units: vec![UnitWrite::default(); layout.unit_count() as usize],
-            room: (0..layout.segment_count()).map(|segment| Bitmap::empty(blocks(segment))).collect(),
+            room: Arc::new(Room::new(layout)),
             offers: PartOffers::default(),
+            offers_charge: None,
         }
     }
 }
@@ -140,9 +142,16 @@ impl NodeStore {
         }
 
         let bytes = layout.padded_bytes();
+        let spares = self.memory.take_spares(&layout);
         let charge = self.memory.reserve(bytes)?;
         let folder = self.memory.instances().join(instance_folder(id));
-        let free_bytes = space(&self.memory.instances())?.free_bytes;
+        let ready_bytes: u64 = spares.iter().map(|(_, spare)| spare.ready_bytes()).sum();
+        let mut free_bytes = space(&self.memory.instances())?.free_bytes + ready_bytes;
+        if free_bytes < bytes {
+            // Others have filled the file system.
+            self.memory.give_up_spares();
+            free_bytes = space(&self.memory.instances())?.free_bytes + ready_bytes;
+        }
         if free_bytes < bytes {
             let message = format!("{free_bytes} bytes are free, {bytes} are needed");
             let source = std::io::Error::new(std::io::ErrorKind::StorageFull, message);
@@ -175,6 +184,7 @@ impl NodeStore {
         };
         let replica = self.cold.as_ref().map(|cold| cold.clone().replica(id, &layout));
         let instance = Instance::new(&self.memory, replica, &record, layout, state);
+        instance.begin_with(spares);
         instance.guard(self.memory.objects());
         instances.insert(id.clone(), Arc::new(instance));
         Ok(Allocated { reserved_bytes: bytes, sealed: false })
@@ -285,6 +295,42 @@ impl NodeStore {
         }
     }
 
+    /// The checksum of the first `bytes` of a unit of an import, which were written in order and by nobody else.
+    ///
+    /// # Errors
+    /// As [`NodeStore::written_checksum`].
+    pub(crate) fn checksum_so_far(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+        unit: u32,
+        bytes: u64,
+    ) -> Result<RunningChecksum, StoreError> {
+        if bytes == 0 {
+            return Ok(RunningChecksum::default());
+        }
+        let instance = self.served(id)?;
+        instance.check_session(session_id)?;
+        match lock(&instance.writes).units.get(unit as usize).map(|write| &write.order) {
+            Some(Order::Running(sum)) if sum.bytes() == bytes => Ok((**sum).clone()),
+            _ => Err(StoreError::Invalid(format!("unit {unit} of {id} is being written by somebody else as well"))),
+        }
+    }
+
+    /// The layout of an import.
+    ///
+    /// # Errors
+    /// When it is not here, or of another session.
+    pub(crate) fn import_layout(
+        &self,
+        id: &InstanceId,
+        session_id: &SessionId,
+    ) -> Result<Arc<GroupLayout>, StoreError> {
+        let instance = self.served(id)?;
+        instance.check_session(session_id)?;
+        Ok(instance.layout.clone())
+    }
+
     /// Ends an import: refuses further writers, compares every unit in memory with its checksum, and makes manifest and
     /// index durable. Repeating it with the same manifest answers the same.
     ///
@@ -335,8 +381,11 @@ impl NodeStore {
         state.sealed = Some(sealed.clone());
         drop(state);
         instance.guard(self.memory.objects());
-        // What was noted of the writes is of no more use.
-        *lock(&instance.writes) = Writes { units: Vec::new(), room: Vec::new(), offers: PartOffers::default() };
+        // What was noted of the writes is of no more use, but for who speaks for a participant.
+        let mut writes = lock(&instance.writes);
+        let offers = std::mem::take(&mut writes.offers).closed();
+        *writes = Writes { offers, ..Writes::default() };
+        drop(writes);
         Ok(self.receipt_of(&instance, &sealed))
     }
 
@@ -385,6 +434,17 @@ impl Instance {
         }
     }
 
+    /// Begins with segments whose room is taken already.
+    fn begin_with(&self, spares: Vec<(u32, Spare)>) {
+        let room = lock(&self.writes).room.clone();
+        for (segment, spare) in spares {
+            match self.memory.begin_with(segment, spare) {
+                Ok(ready_bytes) => room.note(segment, ready_bytes),
+                Err(error) => tracing::warn!(%error, "a spare segment is of no use"),
+            }
+        }
+    }
+
     /// Where bytes go, if they fit.
     pub(super) fn target(&self, unit: u32, offset: u64, bytes: u64) -> Result<Extent, StoreError> {
         let invalid =
@@ -411,19 +471,11 @@ impl Instance {
             self.memory.get_or_create(extent.segment).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         let failed = |error| StoreError::on_tier(Tier::Memory, PathError::new("write", &self.memory_folder, error));
 
+        let room = lock(&self.writes).room.clone();
+        room.take(extent.segment, &segment, &range).map_err(failed)?;
         let running = {
             let mut writes = lock(&self.writes);
-            let Writes { units, room, .. } = &mut *writes;
-            if let Some(room) = room.get_mut(extent.segment as usize) {
-                let blocks = (range.start / ROOM_BYTES) as u32..range.end.div_ceil(ROOM_BYTES) as u32;
-                for block in blocks.filter(|&block| !room.get(block)).collect::<Vec<_>>() {
-                    let start = u64::from(block) * ROOM_BYTES;
-                    let end = self.layout.segment_bytes(extent.segment).min(start + ROOM_BYTES);
-                    segment.take_room(&(start..end)).map_err(failed)?;
-                    room.set(block, true);
-                }
-            }
-            let Some(write) = units.get_mut(unit as usize) else { return Ok(()) };
+            let Some(write) = writes.units.get_mut(unit as usize) else { return Ok(()) };
             write.writers += 1;
             write.disturbed |= write.writers > 1;
             // Two writers at once, or bytes out of order: the seal takes the checksum from memory instead.
@@ -512,20 +564,12 @@ impl Instance {
 
     /// Takes room for what nobody has written, so that reading it can not meet a full file system.
     fn take_all_room(&self) -> Result<(), PathError> {
-        let mut writes = lock(&self.writes);
-        for segment_index in 0..self.layout.segment_count() {
-            let bytes = self.layout.segment_bytes(segment_index);
-            if bytes == 0 {
-                continue;
-            }
-            let segment = self.memory.get_or_create(segment_index)?;
-            let Some(room) = writes.room.get_mut(segment_index as usize) else { continue };
-            for block in (0..room.len()).filter(|&block| !room.get(block)).collect::<Vec<_>>() {
-                let start = u64::from(block) * ROOM_BYTES;
-                segment
-                    .take_room(&(start..bytes.min(start + ROOM_BYTES)))
-                    .on("reserve memory in", &self.memory_folder)?;
-                room.set(block, true);
+        let room = lock(&self.writes).room.clone();
+        for index in 0..self.layout.segment_count() {
+            let bytes = self.layout.segment_bytes(index);
+            if bytes > 0 {
+                let segment = self.memory.get_or_create(index)?;
+                room.take(index, &segment, &(0..bytes)).on("reserve memory in", &self.memory_folder)?;
             }
         }
         Ok(())
@@ -602,23 +646,28 @@ impl Instance {
 
     fn checksum_in_memory(&self, unit: u32) -> Result<u64, PathError> {
         let Some(extent) = self.layout.extent(unit).filter(|extent| extent.bytes > 0) else { return Ok(checksum(&[])) };
-        self.checksum_in_segment(extent, extent.offset..extent.offset + extent.bytes)
-    }
-
-    /// The checksum of some bytes of a unit in memory. The caller answers for nobody freeing them meanwhile; while somebody
-    /// writes them, what is found is worth nothing.
-    pub(super) fn checksum_of_range(&self, unit: u32, offset: u64, bytes: u64) -> Result<u64, StoreError> {
-        let extent = self.target(unit, offset, bytes)?;
-        let start = extent.offset + offset;
-        self.checksum_in_segment(extent, start..start + bytes).map_err(|error| StoreError::on_tier(Tier::Memory, error))
-    }
-
-    fn checksum_in_segment(&self, extent: Extent, range: std::ops::Range<u64>) -> Result<u64, PathError> {
         let missing = || std::io::Error::new(std::io::ErrorKind::NotFound, "the segment is not in memory");
         let segment = self.memory.get(extent.segment).ok_or_else(missing).on("check", &self.memory_folder)?;
         // SAFETY: the callers answer for nobody writing or freeing these bytes.
-        let bytes = unsafe { segment.bytes(range) }.on("check", &self.memory_folder)?;
-        Ok(checksum(bytes))
+        let bytes = unsafe { segment.bytes(extent.offset..extent.offset + extent.bytes) };
+        Ok(checksum(bytes.on("check", &self.memory_folder)?))
+    }
+
+    /// The checksum of some bytes of a unit in memory; `None` when nothing was ever written near them. While somebody writes
+    /// or frees them, what is found is worth nothing.
+    pub(super) fn checksum_of_range(&self, unit: u32, offset: u64, bytes: u64) -> Result<Option<u64>, StoreError> {
+        let extent = self.target(unit, offset, bytes)?;
+        let Some(segment) = self.memory.get(extent.segment) else { return Ok(None) };
+        // Not through the mapping: a page that has no room yet must not take any, and others may write these bytes.
+        let mut buffer = vec![0; bytes.min(COPY_BYTES) as usize];
+        let mut sum = RunningChecksum::default();
+        while sum.bytes() < bytes {
+            let piece = &mut buffer[..(bytes - sum.bytes()).min(COPY_BYTES) as usize];
+            let read = segment.file().read_exact_at(piece, extent.offset + offset + sum.bytes());
+            read.on("check", &self.memory_folder).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
+            sum.update(piece);
+        }
+        Ok(Some(sum.value()))
     }
 }
 

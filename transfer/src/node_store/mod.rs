@@ -20,6 +20,7 @@ mod offers_tests;
 mod ordinary;
 mod reading;
 mod residency;
+mod room;
 #[cfg(test)]
 mod space_tests;
 #[cfg(test)]

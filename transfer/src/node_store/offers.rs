@@ -2,13 +2,21 @@
 //! are in `offers`.
 
 use ballast_schemas::frame::{OfferedFragment, Offers};
-use ballast_schemas::{Bitmap, InstanceId, SessionId, TokenPart};
+use ballast_schemas::{Bitmap, ErrorCode, InstanceId, SessionId, TokenPart};
 
-use super::import::{Order, Writer};
+use super::import::{Order, Writer, Writes};
 use super::instance::Instance;
 use super::{NodeStore, lock};
+use crate::budget::Charge;
 use crate::error::StoreError;
-use crate::offers::{FragmentPlace, OfferVerdict};
+use crate::offers::{FragmentPlace, OfferVerdict, PartOffers};
+
+/// Offers take memory of the node, which is not counted up to this much and this share of the reserved bytes: an import that
+/// just fits is not refused for its offers.
+const FREE_BYTES: u64 = 64 << 10;
+const FREE_SHARE: u64 = 64;
+/// What is beyond is charged in steps of this much.
+const CHARGE_BYTES: u64 = 64 << 10;
 
 /// A participant's write under way.
 pub(super) struct PartWrite<'a> {
@@ -25,13 +33,18 @@ impl<'a> PartWrite<'a> {
         offset: u64,
         bytes: u64,
     ) -> Result<Option<Self>, StoreError> {
+        // Of an import that is over nothing else matters.
+        drop(Writer::enter(instance)?);
         let mut writes = lock(&instance.writes);
         match part {
             Some(part) => {
                 let place = writes.offers.begin_write(&instance.id, part, unit, offset, bytes)?;
                 Ok(Some(Self { instance, place }))
             }
-            None if writes.offers.is_empty() => Ok(None),
+            None if writes.offers.is_empty() => {
+                writes.offers.note_other_writer();
+                Ok(None)
+            }
             None => Err(StoreError::Invalid(format!(
                 "{} is written by its participants; join the import as one of them",
                 instance.id
@@ -52,7 +65,7 @@ impl NodeStore {
     ///
     /// # Errors
     /// When another participant offers other bytes for one of them (all others are noted), a later run of the participant has
-    /// come, or a fragment does not fit.
+    /// come, a fragment does not fit, or there are more than memory has room for.
     pub fn offer(
         &self,
         id: &InstanceId,
@@ -68,23 +81,33 @@ impl NodeStore {
                 return Err(StoreError::Invalid(format!("an empty fragment of unit {} of {id} is offered", own.unit)));
             }
         }
-        // The bytes may be read for as long as nobody deletes or seals them.
-        let _reading = match Writer::enter(&instance) {
-            Ok(reading) => reading,
-            Err(StoreError::Sealed { .. }) => return instance.compare_sealed(fragments),
-            Err(error) => return Err(error),
-        };
+        match self.offer_open(&instance, part, fragments) {
+            Err(StoreError::Sealed { .. }) => instance.compare_sealed(part, fragments),
+            answered => answered,
+        }
+    }
+
+    /// Fails as [`StoreError::Sealed`] when the import ends meanwhile.
+    fn offer_open(
+        &self,
+        instance: &Instance,
+        part: &TokenPart,
+        fragments: &[OfferedFragment],
+    ) -> Result<Bitmap, StoreError> {
         let mut wanted = Bitmap::empty(fragments.len() as u32);
         let mut looks = Vec::new();
         {
+            let _open = Writer::enter(instance)?;
             let mut writes = lock(&instance.writes);
-            let own = writes.offers.enter(id, part)?;
+            let own = writes.offers.enter(&instance.id, part)?;
             let mut refused = None;
             for (at, fragment) in (0..).zip(fragments) {
-                match writes.offers.offer(id, own, fragment) {
+                self.pay(instance, &mut writes)?;
+                match writes.offers.offer(&instance.id, own, fragment) {
                     Ok(OfferVerdict::Nothing) => {}
-                    Ok(OfferVerdict::Look(count)) => looks.push((at, count, writes.complete(fragment, &instance))),
+                    Ok(OfferVerdict::Look(count)) => looks.push((at, count, writes.complete(fragment, instance))),
                     Ok(OfferVerdict::Send) => wanted.set(at, true),
+                    Err(error @ StoreError::TooManyOffers { .. }) => return Err(error),
                     Err(error) => refused = refused.or(Some(error)),
                 }
             }
@@ -93,22 +116,40 @@ impl NodeStore {
         for (at, count, known) in looks {
             let fragment = &fragments[at as usize];
             let found = match known {
-                Some(found) => found,
+                Some(found) => Some(found),
                 None => instance.checksum_of_range(fragment.unit, fragment.offset, fragment.bytes)?,
             };
-            let right = lock(&instance.writes).offers.note((fragment.unit, fragment.offset), count, found);
-            wanted.set(at, !right);
+            // Whoever seals or deletes does not wait while this reads; then what was found is worth nothing.
+            let _open = Writer::enter(instance)?;
+            let note = |found| lock(&instance.writes).offers.note((fragment.unit, fragment.offset), count, found);
+            wanted.set(at, !found.is_some_and(note));
         }
         Ok(wanted)
+    }
+
+    /// Has the memory budget know of one more offer, beyond what is in proportion to the bytes that are reserved anyway.
+    fn pay(&self, instance: &Instance, writes: &mut Writes) -> Result<(), StoreError> {
+        let free = instance.layout.padded_bytes() / FREE_SHARE + FREE_BYTES;
+        let cost = (writes.offers.cost_bytes() + PartOffers::COST_BYTES).saturating_sub(free);
+        let paid = writes.offers_charge.as_ref().map_or(0, Charge::bytes);
+        if cost > paid {
+            let more = self.memory.reserve(CHARGE_BYTES)?;
+            match &mut writes.offers_charge {
+                Some(charge) => charge.absorb(more),
+                charge @ None => *charge = Some(more),
+            }
+        }
+        Ok(())
     }
 
     /// What the participants of an import have offered so far, or only what they do not agree on.
     ///
     /// # Errors
-    /// When nothing of the import is here, or another session's.
+    /// When nothing of the import is here, it is another session's, or it is sealed.
     pub fn offers(&self, id: &InstanceId, session_id: &SessionId, conflicts: bool) -> Result<Offers, StoreError> {
         let instance = self.served(id)?;
         instance.check_session(session_id)?;
+        let _open = Writer::enter(&instance)?;
         let listed = lock(&instance.writes).offers.list(conflicts);
         Ok(listed)
     }
@@ -116,23 +157,34 @@ impl NodeStore {
 
 impl Instance {
     /// After the seal nothing is wanted: a run that comes late holds what is here, or something else.
-    fn compare_sealed(&self, fragments: &[OfferedFragment]) -> Result<Bitmap, StoreError> {
-        let _queue = lock(&self.queue);
-        let sealed = self.sealed()?;
-        drop(sealed);
-        for own in fragments {
+    fn compare_sealed(&self, part: &TokenPart, fragments: &[OfferedFragment]) -> Result<Bitmap, StoreError> {
+        for (at, own) in fragments.iter().enumerate() {
+            // One by one: an effect that waits for its turn waits for no more than this. A seal under way is waited for.
+            let _queue = lock(&self.queue);
+            if at == 0 {
+                self.sealed()?;
+                lock(&self.writes).offers.enter(&self.id, part)?;
+            }
             if !lock(&self.state).units.hot().get(own.unit) {
                 return Err(StoreError::NotHere { instance: self.id.clone(), unit: own.unit });
             }
-            if self.checksum_of_range(own.unit, own.offset, own.bytes)? != own.crc64 {
-                return Err(StoreError::Sealed { instance: self.id.clone() });
+            if self.checksum_of_range(own.unit, own.offset, own.bytes)? != Some(own.crc64) {
+                return Err(StoreError::Fragment {
+                    code: ErrorCode::Conflict,
+                    instance: self.id.clone(),
+                    unit: own.unit,
+                    offset: own.offset,
+                    bytes: own.bytes,
+                    participants: vec![part.participant.clone()],
+                    why: "are sealed with other content, which can not change any more".to_owned(),
+                });
             }
         }
         Ok(Bitmap::empty(fragments.len() as u32))
     }
 }
 
-impl super::import::Writes {
+impl Writes {
     /// The checksum of a fragment that is a whole unit and came in order.
     fn complete(&self, fragment: &OfferedFragment, instance: &Instance) -> Option<u64> {
         let extent = instance.layout.extent(fragment.unit)?;

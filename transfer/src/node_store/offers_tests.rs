@@ -6,6 +6,7 @@ use ballast_schemas::{ErrorCode, ParticipantId, TokenPart};
 use super::tests::{SIZES, check_readable};
 use super::*;
 use crate::checksum::checksum;
+use crate::cold::Progress;
 use crate::testing::*;
 
 /// Where the first unit is cut in two.
@@ -80,7 +81,18 @@ fn two_ranks_write_their_fragments_and_what_both_hold_is_sent_once() {
     // A late run of a rank finds its bytes there, and can not change them.
     assert!(offer(&store, &id, &rank(1, 2), &second).unwrap().is_empty());
     let other = OfferedFragment { crc64: 7, ..second[0] };
-    assert!(matches!(offer(&store, &id, &rank(1, 2), &[other]).unwrap_err(), StoreError::Sealed { .. }));
+    let refused = offer(&store, &id, &rank(1, 2), &[other]).unwrap_err().to_error();
+    assert_eq!((refused.code, refused.details["offset"].as_u64()), (ErrorCode::Conflict, Some(CUT)), "{refused}");
+    // And an earlier run is still refused, as is whoever asks what was offered: nothing is left of that.
+    let refused = offer(&store, &id, &rank(1, 1), &second).unwrap_err();
+    assert!(matches!(refused, StoreError::Superseded { .. }), "{refused}");
+    for refused in [
+        store.offers(&id, &session(), false).map(drop),
+        store.write(&id, &session(), 0, 0, b"x"),
+        send(&store, &id, &rank(1, 2), &second[..1]),
+    ] {
+        assert!(matches!(refused.unwrap_err(), StoreError::Sealed { .. }));
+    }
 }
 
 #[test]
@@ -143,9 +155,10 @@ fn nobody_writes_what_it_does_not_bring() {
     assert_eq!(past.unwrap_err().code(), ErrorCode::InvalidArgument);
     assert_eq!(store.write(&id, &session(), 0, 0, b"x").unwrap_err().code(), ErrorCode::InvalidArgument);
     // Other cuts of the same unit, and what does not fit or is nothing.
+    let refused = offer(&store, &id, &rank(1, 1), &[OfferedFragment { bytes: CUT - 1, ..first[0] }]).unwrap_err();
+    assert_eq!(refused.to_error().details["participants"], serde_json::json!(["rank0", "rank1"]), "{refused}");
     for wrong in [
         OfferedFragment { unit: 0, offset: 100, bytes: 10, crc64: 0 },
-        OfferedFragment { unit: 0, offset: 0, bytes: CUT - 1, crc64: 0 },
         OfferedFragment { unit: 0, offset: CUT, bytes: SIZES[0], crc64: 0 },
         OfferedFragment { unit: 9, offset: 0, bytes: 1, crc64: 0 },
         OfferedFragment { unit: 1, offset: 0, bytes: 0, crc64: 0 },
@@ -177,4 +190,76 @@ fn bytes_that_arrive_otherwise_than_offered_are_wanted_again_and_never_sealed() 
     send(&store, &id, &rank(1, 1), &second[..1]).unwrap();
     seal(&store, &id, &SIZES).unwrap();
     check_readable(&store, &id, &SIZES);
+}
+
+#[test]
+fn reading_back_what_was_half_sent_takes_no_room() {
+    let folders = Folders::new();
+    let (store, id) = (folders.open(), instance(1));
+    let bytes = 66 << 20;
+    store.allocate(&id, &session(), &[bytes]).unwrap();
+    let own = OfferedFragment { unit: 0, offset: 0, bytes, crc64: 7 };
+    assert_eq!(offer(&store, &id, &rank(0, 1), &[own]).unwrap(), [0]);
+    store.write_as(&id, &session(), Some(&rank(0, 1)), 0, 0, b"the first bytes").unwrap();
+    let taken = || store.served(&id).unwrap().memory.get(0).unwrap().taken_bytes();
+    let before = taken();
+    assert!(before < bytes, "the room of the last block was not taken yet");
+    assert_eq!(offer(&store, &id, &rank(0, 2), &[own]).unwrap(), [0]);
+    assert_eq!(taken(), before);
+}
+
+#[test]
+fn a_write_that_failed_before_there_was_a_segment_is_asked_for_again() {
+    let folders = Folders::new();
+    let (store, id) = opened(&folders);
+    let own = fragment(3, 0..3 << 20);
+    offer(&store, &id, &rank(0, 1), &[own]).unwrap();
+    let served = store.served(&id).unwrap();
+    drop(super::offers::PartWrite::begin(&served, Some(&rank(0, 1)), 3, 0, 10).unwrap());
+    assert_eq!(offer(&store, &id, &rank(0, 1), &[own]).unwrap(), [0]);
+    send(&store, &id, &rank(0, 1), &[own]).unwrap();
+    assert!(offer(&store, &id, &rank(0, 1), &[own]).unwrap().is_empty());
+}
+
+#[test]
+fn bytes_that_came_before_the_first_offer_are_read_by_the_seal() {
+    let folders = Folders::new();
+    let (store, id) = opened(&folders);
+    let own: Vec<OfferedFragment> = [0, 2, 3, 4].map(|unit| fragment(unit, 0..SIZES[unit as usize])).to_vec();
+    let bring = |part: &TokenPart| {
+        offer(&store, &id, part, &own).unwrap();
+        send(&store, &id, part, &own).unwrap();
+        assert!(offer(&store, &id, part, &own).unwrap().is_empty());
+    };
+    store.write(&id, &session(), 0, 9, b"!").unwrap();
+    bring(&rank(0, 1));
+    let served = store.served(&id).unwrap();
+    assert_eq!(lock(&served.writes).offers.checksum_of(0, SIZES[0]), None, "who wrote first may still be writing");
+    seal(&store, &id, &SIZES).unwrap();
+    check_readable(&store, &id, &SIZES);
+}
+
+#[test]
+fn the_memory_of_offers_is_paid_for_and_comes_back() {
+    let folders = Folders::new();
+    let (store, id) = (folders.open(), instance(1));
+    let bytes = 1 << 20;
+    store.allocate(&id, &session(), &[bytes]).unwrap();
+    let used = || store.memory.budget().usage().used_bytes;
+    let reserved = used();
+    let tiny: Vec<OfferedFragment> =
+        (0..bytes / 256).map(|at| OfferedFragment { unit: 0, offset: at * 256, bytes: 1, crc64: at }).collect();
+    offer(&store, &id, &rank(0, 1), &tiny[..100]).unwrap();
+    assert_eq!(used(), reserved, "a few cost nothing");
+    offer(&store, &id, &rank(0, 1), &tiny).unwrap();
+    let all = used();
+    assert!(all > reserved + 100 * tiny.len() as u64, "{all}");
+    offer(&store, &id, &rank(0, 1), &tiny).unwrap();
+    assert_eq!(used(), all, "the same again costs nothing");
+    let rest = store.memory.reserve(store.memory.budget().usage().free_bytes()).unwrap();
+    let mut refused = (1..100).filter_map(|number| offer(&store, &id, &rank(number, 1), &tiny).err());
+    assert_eq!(refused.next().unwrap().code(), ErrorCode::CapacityExhausted);
+    drop(rest);
+    store.delete_instance(&id, at(9), &Progress::default()).unwrap();
+    assert_eq!(used(), 0);
 }

@@ -15,7 +15,9 @@ impl NodeStore {
     /// When the key is a managed group's, the object is too large, or managed groups leave it no room.
     pub fn put_object(&self, key: &ObjectKey, bytes: Bytes) -> Result<u64, StoreError> {
         self.memory.sweep();
-        self.memory.objects().put(self.memory.budget(), key, bytes)
+        let put = self.memory.objects().put(self.memory.budget(), key, bytes);
+        self.memory.fit_spares();
+        put
     }
 
     /// An object's bytes.

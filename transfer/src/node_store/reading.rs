@@ -137,6 +137,16 @@ impl InstanceReader {
         self.instance.description(&lock(&self.instance.state))
     }
 
+    /// The tier that a unit is read from, if it is here.
+    #[must_use]
+    pub(crate) fn tier(&self, unit: u32) -> Option<Tier> {
+        let state = lock(&self.instance.state);
+        match state.units.hot().get(unit) {
+            true => Some(Tier::Memory),
+            false => state.units.cold().get(unit).then_some(Tier::Cold),
+        }
+    }
+
     /// Whether a range is a whole unit, whose checksum then tells whether its bytes are right.
     #[must_use]
     pub fn is_whole(&self, range: &ReadRange) -> bool {

@@ -7,6 +7,7 @@ use ballast_schemas::{ErrorCode, InstanceStanding};
 
 use super::tests::{SIZES, check_readable, to_cold};
 use super::{MemoryOptions, NodeStore, NodeStoreOptions};
+use crate::cold::Progress;
 use crate::error::StoreError;
 use crate::testing::*;
 
@@ -108,4 +109,55 @@ fn a_full_tmpfs_is_an_error_and_never_a_signal() {
     store.write(&id, &session(), 0, 0, &content(0, 4 << 20)).unwrap();
     seal(&store, &id, &[4 << 20]).unwrap();
     check_readable(&store, &id, &[4 << 20]);
+}
+
+/// Imports and deletes, and waits for the spare segments that come of it.
+fn leave_spares(store: &NodeStore, number: u64, sizes: &[u64]) -> u64 {
+    let id = instance(number);
+    import(store, &id, sizes);
+    store.delete_instance(&id, at(1000 + number), &Progress::default()).unwrap();
+    let bytes = crate::layout::GroupLayout::new(sizes).unwrap().segment_bytes(0);
+    eventually("a spare is made", || {
+        assert_eq!(store.usage().memory.used_bytes, 0);
+        store.memory.spare_bytes() == Some(bytes)
+    });
+    bytes
+}
+
+#[test]
+fn the_next_import_of_the_same_sizes_begins_with_room_that_is_ready() {
+    let folders = Folders::new();
+    let store = folders.open();
+    let bytes = leave_spares(&store, 1, &SIZES);
+    assert_eq!(store.usage().memory.used_bytes, 0, "spares are nobody's");
+    let id = instance(2);
+    store.allocate(&id, &session(), &SIZES).unwrap();
+    assert_eq!(store.memory.spare_bytes(), Some(0));
+    let segment = store.served(&id).unwrap().memory.get(0).unwrap();
+    assert_eq!(segment.taken_bytes(), bytes);
+    // SAFETY: nobody writes yet.
+    let found = unsafe { segment.bytes(0..bytes) }.unwrap();
+    assert!(found.iter().all(|byte| *byte == 0), "nothing of the last one is left");
+    import(&store, &id, &SIZES);
+    check_readable(&store, &id, &SIZES);
+}
+
+#[test]
+fn spare_segments_give_way_to_an_import_and_to_a_file_system_that_others_fill() {
+    let Some(disk) = SmallDisk::new(24 << 20) else { return };
+    let mut wanted = options(disk.path(), None);
+    wanted.memory.budget_bytes = 16 << 20;
+    let store = NodeStore::open(&wanted).unwrap();
+    leave_spares(&store, 1, &[9 << 20]);
+    // Not with the spare beside it.
+    let id = instance(2);
+    import(&store, &id, &[12 << 20]);
+    assert_eq!(store.memory.spare_bytes(), Some(0));
+    check_readable(&store, &id, &[12 << 20]);
+    store.delete_instance(&id, at(1002), &Progress::default()).unwrap();
+    leave_spares(&store, 3, &[9 << 20]);
+    fs::write(disk.path().join("filler"), vec![1; 6 << 20]).unwrap();
+    let id = instance(4);
+    import(&store, &id, &[14 << 20]);
+    check_readable(&store, &id, &[14 << 20]);
 }

@@ -161,6 +161,7 @@ fn status(node: &NodeId, cluster_id: &ClusterId) -> NodeStatus {
         instances: 0,
         quarantined: 0,
         objects: ballast_schemas::ObjectCounts::default(),
+        shared_imports: true,
         labels: BTreeMap::new(),
     }
 }

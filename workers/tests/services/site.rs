@@ -165,6 +165,7 @@ impl Site {
             session_id: session.session_id.clone(),
             manifest: receipt.manifest.clone(),
             receipts: vec![receipt],
+            coordinator: None,
         };
         match self.accept(Command::CommitImport(commit)).await {
             Reply::Revision(revision) => *revision,
@@ -282,6 +283,7 @@ pub fn token(instance: &InstanceId, right: TokenRight, subject: &str) -> String 
         right,
         subject: subject.to_owned(),
         part: None,
+        holders: None,
         expires_unix_ms: u64::MAX / 2,
     };
     TokenKey::new(&KEY).unwrap().sign(&claims)

@@ -1,6 +1,7 @@
 use ballast_schemas::{
-    AnnounceReplica, BeginImport, ClusterConfig, ClusterId, CommandId, ConfirmCapability, CreateCluster,
-    FOLD_VERSION_FIRST, MigrationMode, RaiseFoldVersion, ReplicaId, Residency, SnapshotCommitted, UpsertMode,
+    AnnounceReplica, BeginImport, BeginSharedImport, ClusterConfig, ClusterId, CommandId, ConfirmCapability,
+    Coordinator, CreateCluster, FOLD_VERSION_FIRST, InstanceId, MigrationMode, ParticipantId, RaiseFoldVersion,
+    RenewImport, ReplicaId, Residency, SnapshotCommitted, UpsertMode, WriterId,
 };
 
 use super::*;
@@ -182,6 +183,14 @@ fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
             fold_version: FOLD_VERSION_FIRST,
         })
     };
+    let shared = BeginSharedImport {
+        import: begin(9, hot()),
+        participants: vec![ParticipantId::new("rank0").unwrap()],
+        writer_id: WriterId::new("run").unwrap(),
+    };
+    let instance = InstanceId { group_id: identity(1).group_id(), position: LogPosition::ZERO };
+    let coordinator = Some(Coordinator { instance, epoch: 1 });
+    let renewal = RenewImport { identity: identity(1), session_id: session("s1"), coordinator };
     let begin = Command::BeginImport(begin(1, hot()));
     let lease = acquire(1, "l", 1000);
     let upsert = replace(1, 2, UpsertMode::PutFirst, 2, "r");
@@ -198,6 +207,9 @@ fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
         lease,
         upsert.clone(),
         confirm(Capability::WeightLineage),
+        Command::BeginSharedImport(shared),
+        Command::RenewImport(renewal),
+        confirm(Capability::WeightSharing),
     ];
     let outcomes = fold(&mut state, 1, 1, &entry(commands)).unwrap().outcomes;
     let refused = |at: usize| outcomes[at].as_ref().unwrap_err();
@@ -215,6 +227,11 @@ fn a_family_whose_gate_is_closed_is_refused_by_the_name_of_its_flag() {
         assert!(refused(at).message.contains("weight_lineage"));
     }
     assert!(refused(11).message.contains("family 12"), "the replica that was announced can not fold it");
+    // What such a replica does not know of, in commands that it does know too.
+    for at in [12, 13] {
+        assert!(refused(at).message.contains("weight_sharing"), "{at}: {:?}", refused(at));
+    }
+    assert!(refused(14).message.contains("family 13"));
 }
 
 #[test]
@@ -275,7 +292,11 @@ fn what_time_ends_happens_before_the_entry_and_is_named_by_its_first_position() 
     log.pass(15_000 - 1);
     assert_eq!(log.revision(1).availability.name(), "IMPORTING");
     log.now_ms += 1;
-    let renew = Command::RenewImport(ballast_schemas::RenewImport { identity: identity(1), session_id: session("s1") });
+    let renew = Command::RenewImport(ballast_schemas::RenewImport {
+        identity: identity(1),
+        session_id: session("s1"),
+        coordinator: None,
+    });
     let applied = log.entry(vec![renew, Command::Barrier]);
     assert_eq!(applied.outcomes[0].as_ref().unwrap_err().code, ErrorCode::LeaseExpired);
     let ids: Vec<String> = applied.events.iter().map(Event::message_id).collect();

@@ -6,7 +6,8 @@ use ballast_schemas::{
 use crate::testing::*;
 
 fn abort(generation: u64) -> Command {
-    Command::AbortImport(AbortImport { identity: identity(generation), session_id: session(&format!("s{generation}")) })
+    let session_id = session(&format!("s{generation}"));
+    Command::AbortImport(AbortImport { identity: identity(generation), session_id, coordinator: None })
 }
 
 #[test]
@@ -60,7 +61,8 @@ fn impossible_announcements_are_refused() {
 fn a_renewed_session_lives_and_a_silent_one_becomes_a_deletion() {
     let mut log = Log::new();
     log.import(begin(1, hot()));
-    let renew = Command::RenewImport(RenewImport { identity: identity(1), session_id: session("s1") });
+    let renew =
+        Command::RenewImport(RenewImport { identity: identity(1), session_id: session("s1"), coordinator: None });
     for _ in 0..5 {
         log.pass(10_000);
         log.send(renew.clone()).unwrap();

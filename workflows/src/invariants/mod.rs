@@ -1,5 +1,5 @@
 //! What must hold after every entry. One file per safety invariant of the RFC that the log can see, one for the state table,
-//! one for the operations and one for the index.
+//! one for the operations, one for the participants of imports and one for the index.
 //!
 //! Elsewhere: 7 (generic lifecycle) and the node's part of 6 are the transfer worker's; 9 (no tensors in metadata) and 11 (no
 //! active head) hold by the shape of the types; 10 (act on state and replicas) is how the machines are written.
@@ -16,6 +16,7 @@ mod last_replica;
 mod leases_protect;
 mod one_manifest;
 mod operations;
+mod participants;
 mod replacement_order;
 mod state_table;
 mod terminal_is_quiet;
@@ -51,6 +52,7 @@ pub(crate) fn check_records(state: &State) -> Result<(), Violation> {
     terminal_is_quiet::check(state)?;
     replacement_order::check(state)?;
     state_table::check(state)?;
+    participants::check(state)?;
     operations::check(state)
 }
 

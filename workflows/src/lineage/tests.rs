@@ -1,6 +1,6 @@
 use ballast_schemas::{
     AbortImport, AbortReplacement, Availability, ClaimPhase, Command, ErrorCode, MigrationMode, OperationStatus,
-    ParkReason, ReplacementAdvanced, Residency, UpsertMode, WeightOperation,
+    ParkReason, ReplacementAdvanced, Residency, UpdatePolicy, UpsertMode, WeightOperation,
 };
 
 use crate::testing::*;
@@ -23,7 +23,8 @@ fn abort(request_id: &str) -> Command {
 }
 
 fn abort_import(generation: u64) -> Command {
-    Command::AbortImport(AbortImport { identity: identity(generation), session_id: session(&format!("s{generation}")) })
+    let session_id = session(&format!("s{generation}"));
+    Command::AbortImport(AbortImport { identity: identity(generation), session_id, coordinator: None })
 }
 
 fn phase(log: &Log) -> ClaimPhase {
@@ -294,6 +295,23 @@ fn an_aborted_replacement_keeps_a_published_target_as_if_it_had_been_put() {
     let claim = log.accept_claim(replace(1, 2, UpsertMode::PutFirst, 2, "r1"));
     assert_eq!((claim.phase, claim.attempt), (ClaimPhase::TargetImporting, 2));
     assert_eq!(log.operation(&claim.operation_id).status, OperationStatus::Runnable);
+}
+
+#[test]
+fn a_replacement_that_was_given_up_begins_anew_on_the_base_as_it_is_by_then() {
+    let mut log = Log::new();
+    log.put(1, hot());
+    put_first(&mut log);
+    assert_eq!(log.code(replace(1, 2, UpsertMode::PutFirst, 3, "r1")), ErrorCode::Conflict, "it is still open");
+    log.send(abort("r1")).unwrap();
+    let pinned = policy(Residency::Hot, MigrationMode::Pinned);
+    let update = UpdatePolicy { identity: identity(1), policy: pinned, expected_metadata_generation: 2 };
+    log.send(Command::UpdatePolicy(update)).unwrap();
+    assert_eq!(log.code(replace(1, 2, UpsertMode::PutFirst, 2, "r1")), ErrorCode::StaleGeneration);
+    assert_eq!(log.code(replace(1, 3, UpsertMode::PutFirst, 3, "r1")), ErrorCode::Conflict);
+    let claim = log.accept_claim(replace(1, 2, UpsertMode::PutFirst, 3, "r1"));
+    assert_eq!((claim.phase, claim.attempt), (ClaimPhase::PreparingTarget, 2));
+    assert_eq!(claim.expected_base_generation, 3);
 }
 
 #[test]

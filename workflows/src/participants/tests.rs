@@ -1,25 +1,48 @@
 use ballast_schemas::{
-    Availability, BeginSharedImport, Command, CommitImport, Digest, ErrorCode, ImportPart, ImportSession, JoinImport,
-    PartWriter, ParticipantId, Rejection, Reply, WriterId,
+    AbortImport, Availability, BeginSharedImport, Command, CommitImport, Digest, ErrorCode, ImportPart, ImportSession,
+    JoinImport, LogTime, PartWriter, ParticipantId, Rejection, RenewImport, Reply, WriterId,
 };
 
 use crate::State;
+use crate::revision::{Import, Part};
 use crate::testing::*;
 
 fn rank(n: u32) -> ParticipantId {
     ParticipantId::new(format!("rank{n}")).unwrap()
 }
 
-fn begin_shared(generation: u64, ranks: u32) -> Command {
-    let participants = (0..ranks).map(rank).collect();
-    Command::BeginSharedImport(BeginSharedImport { import: begin(generation, hot()), participants })
+fn run(text: &str) -> WriterId {
+    WriterId::new(text).unwrap()
 }
 
-fn open(log: &mut Log, generation: u64, ranks: u32) -> ImportSession {
-    match log.send(begin_shared(generation, ranks)) {
+fn begin_shared(generation: u64, ranks: u32) -> BeginSharedImport {
+    let participants = (0..ranks).map(rank).collect();
+    BeginSharedImport { import: begin(generation, hot()), participants, writer_id: run("coordinator") }
+}
+
+fn begin_as(generation: u64, ranks: u32, writer: &str) -> Command {
+    Command::BeginSharedImport(BeginSharedImport { writer_id: run(writer), ..begin_shared(generation, ranks) })
+}
+
+fn session_of(log: &mut Log, command: Command) -> ImportSession {
+    match log.send(command) {
         Ok(Reply::Import(session)) => *session,
         other => panic!("not a session: {other:?}"),
     }
+}
+
+fn open(log: &mut Log, generation: u64, ranks: u32) -> ImportSession {
+    session_of(log, Command::BeginSharedImport(begin_shared(generation, ranks)))
+}
+
+fn renew_of(session: &ImportSession) -> Command {
+    let (identity, session_id) = (session.identity.clone(), session.session_id.clone());
+    Command::RenewImport(RenewImport { identity, session_id, coordinator: session.coordinator() })
+}
+
+fn abort_of(session: &ImportSession) -> Command {
+    let (identity, session_id) = (session.identity.clone(), session.session_id.clone());
+    Command::AbortImport(AbortImport { identity, session_id, coordinator: session.coordinator() })
 }
 
 fn join(session: &ImportSession, n: u32, writer: &str) -> JoinImport {
@@ -44,8 +67,8 @@ fn part(log: &mut Log, command: Command) -> ImportPart {
     }
 }
 
-fn joined(log: &mut Log, session: &ImportSession, n: u32, run: &str) -> u64 {
-    part(log, Command::JoinImport(join(session, n, run))).epoch
+fn joined(log: &mut Log, session: &ImportSession, n: u32, writer: &str) -> u64 {
+    part(log, Command::JoinImport(join(session, n, writer))).epoch
 }
 
 fn commit_of(session: &ImportSession) -> CommitImport {
@@ -64,7 +87,7 @@ fn a_commit_waits_for_every_participant_and_names_those_that_are_missing() {
     assert!(part(&mut log, Command::FinishPart(writer(&session, 0, 1))).done);
     log.pass(4_000);
     let refused = log.refused(Command::CommitImport(commit_of(&session)));
-    assert_eq!((refused.code, named(&refused)), (ErrorCode::NotReady, vec!["rank1", "rank2"]));
+    assert_eq!((refused.code, named(&refused)), (ErrorCode::NotReady, vec!["rank2", "rank1"]));
     assert!(refused.message.contains("rank1 was last heard of 4.0 s ago"), "{}", refused.message);
     assert!(refused.message.contains("rank2 has not joined"), "{}", refused.message);
     joined(&mut log, &session, 2, "a");
@@ -79,7 +102,7 @@ fn a_commit_waits_for_every_participant_and_names_those_that_are_missing() {
 }
 
 #[test]
-fn another_run_of_a_participant_takes_its_place_and_what_was_done_stays_done() {
+fn another_run_of_a_participant_takes_its_place_and_finishes_again() {
     let mut log = Log::new();
     let session = open(&mut log, 1, 1);
     assert_eq!(joined(&mut log, &session, 0, "first"), 1);
@@ -90,8 +113,96 @@ fn another_run_of_a_participant_takes_its_place_and_what_was_done_stays_done() {
         assert_eq!((refused.code, refused.details["epoch"].as_u64()), (ErrorCode::Conflict, Some(2)));
     }
     assert!(part(&mut log, Command::FinishPart(writer(&session, 0, 2))).done);
+    assert_eq!(joined(&mut log, &session, 0, "second"), 2);
+    assert!(log.state.import_parts(&session.identity)[0].done, "a repeat of its own join takes nothing back");
+    // The third run may hold other bytes than the second had finished.
     assert_eq!(joined(&mut log, &session, 0, "third"), 3);
+    let refused = log.refused(Command::CommitImport(commit_of(&session)));
+    assert_eq!((refused.code, named(&refused)), (ErrorCode::NotReady, vec!["rank0"]));
+    part(&mut log, Command::FinishPart(writer(&session, 0, 3)));
     log.send(Command::CommitImport(commit_of(&session))).unwrap();
+}
+
+#[test]
+fn a_coordinator_that_comes_again_takes_the_session_over_and_the_one_before_it_can_not_touch_it() {
+    let mut log = Log::new();
+    let first = open(&mut log, 1, 1);
+    assert_eq!((first.epoch, open(&mut log, 1, 1).epoch), (1, 1), "a repeat finds its own epoch");
+    joined(&mut log, &first, 0, "a");
+    part(&mut log, Command::FinishPart(writer(&first, 0, 1)));
+    log.pass(10_000);
+    let second = session_of(&mut log, begin_as(1, 1, "second"));
+    assert_eq!((&second.instance, second.epoch), (&first.instance, 2), "nothing is begun anew");
+    assert_eq!(second.expires_at, log.state.log_clock().plus_ms(second.ttl_ms));
+    for stale in [renew_of(&first), Command::CommitImport(commit_of(&first)), abort_of(&first)] {
+        let refused = log.refused(stale);
+        assert_eq!((refused.code, refused.details["epoch"].as_u64()), (ErrorCode::Conflict, Some(2)));
+    }
+    // Its begin, read once more and late, does not bring it back.
+    assert_eq!(log.code(Command::BeginSharedImport(begin_shared(1, 1))), ErrorCode::Conflict);
+    let nameless = ImportSession { epoch: 0, ..second.clone() };
+    for unsaid in [renew_of(&nameless), Command::CommitImport(commit_of(&nameless)), abort_of(&nameless)] {
+        assert_eq!(log.code(unsaid), ErrorCode::InvalidArgument, "which run says so is not said");
+    }
+    assert_eq!(session_of(&mut log, renew_of(&second)), log.state.import(&first.identity).unwrap().clone());
+    log.send(Command::CommitImport(commit_of(&second))).unwrap();
+    assert_eq!(log.revision(1).availability, Availability::Ready);
+}
+
+#[test]
+fn a_coordinator_does_not_speak_for_the_next_import_under_its_name() {
+    let mut log = Log::new();
+    let old = open(&mut log, 1, 1);
+    log.pass(15_000);
+    log.finish_deletion(1);
+    let new = session_of(&mut log, begin_as(1, 1, "next"));
+    assert_eq!((&new.session_id, new.epoch), (&old.session_id, old.epoch));
+    for late in [renew_of(&old), abort_of(&old)] {
+        assert_eq!(log.code(late), ErrorCode::LeaseExpired);
+    }
+    assert_eq!(log.revision(1).availability, Availability::Importing);
+    log.send(abort_of(&new)).unwrap();
+    assert_eq!(log.revision(1).availability, Availability::Deleting);
+}
+
+#[test]
+fn many_runs_of_a_coordinator_follow_each_other() {
+    let mut log = Log::new();
+    let first = open(&mut log, 1, 1);
+    for n in 2..30 {
+        assert_eq!(session_of(&mut log, begin_as(1, 1, &format!("run{n}"))).epoch, n);
+    }
+    assert_eq!(log.code(begin_as(1, 1, "run28")), ErrorCode::Conflict);
+    assert_eq!(log.state.import(&first.identity).unwrap().epoch, 29);
+}
+
+#[test]
+fn a_restored_state_with_participants_that_no_command_makes_is_refused() {
+    type Spoil = fn(&mut Import);
+    fn rank0(import: &mut Import) -> &mut Part {
+        import.parts.get_mut(&rank(0)).unwrap()
+    }
+    let spoils: [(&str, Spoil); 8] = [
+        ("rank0 is at epoch 0", |import| rank0(import).epoch = 0),
+        ("rank0 is at epoch 1", |import| rank0(import).writer_id = None),
+        ("rank1 is done", |import| import.parts.get_mut(&rank(1)).unwrap().done = true),
+        ("rank0 was heard of", |import| rank0(import).heard_at = LogTime(1_000_000)),
+        ("the session ends", |import| import.session.expires_at = LogTime(1)),
+        ("under epoch 0", |import| import.session.epoch = 0),
+        ("of 0 coordinators", |import| import.coordinators.clear()),
+        ("0 participants", |import| import.parts.clear()),
+    ];
+    let mut log = Log::new();
+    let session = open(&mut log, 1, 2);
+    joined(&mut log, &session, 0, "a");
+    assert_eq!(log.state.check_restored(), Ok(()));
+    for (named, spoil) in spoils {
+        let mut state = log.state.clone();
+        let revision = state.record.revisions.get_mut(&session.identity).unwrap();
+        spoil(revision.import.as_mut().unwrap());
+        let violation = state.check_restored().unwrap_err();
+        assert!(violation.invariant == "participants" && violation.message.contains(named), "{violation}");
+    }
 }
 
 #[test]
@@ -107,7 +218,7 @@ fn a_stale_rank_is_refused_at_once() {
     log.finish_deletion(1);
     assert_eq!(log.code(Command::JoinImport(join(&old, 0, "late"))), ErrorCode::LeaseExpired);
     // The next session of the same generation is another one's.
-    let Command::BeginSharedImport(mut next) = begin_shared(1, 1) else { panic!("not what was made") };
+    let mut next = begin_shared(1, 1);
     next.import.session_id = session("next");
     log.send(Command::BeginSharedImport(next)).unwrap();
     let refused = log.refused(Command::JoinImport(join(&old, 0, "late")));
@@ -158,7 +269,12 @@ fn strangers_other_geometries_and_sessions_of_one_writer_are_refused_by_name() {
     other.placement_digest = Digest::of(b"another geometry");
     let refused = log.refused(Command::JoinImport(other));
     assert_eq!((refused.code, refused.details["participant"].as_str()), (ErrorCode::Conflict, Some("rank1")));
-    assert_eq!(log.code(Command::FinishPart(writer(&session, 1, 1))), ErrorCode::Conflict, "it has not joined");
+    for epoch in [0, 1] {
+        let refused = log.refused(Command::FinishPart(writer(&session, 1, epoch)));
+        assert_eq!(refused.code, ErrorCode::Conflict);
+        assert!(refused.message.contains("rank1 of session s1 has not joined"), "{}", refused.message);
+    }
+    assert!(log.state.import_parts(&session.identity).iter().all(|part| !part.done));
     let mut log = Log::new();
     let alone = log.import(begin(1, hot()));
     assert_eq!(log.code(Command::JoinImport(join(&alone, 0, "a"))), ErrorCode::InvalidArgument);
@@ -169,14 +285,18 @@ fn a_repeated_begin_has_to_name_the_same_participants() {
     let mut log = Log::new();
     let session = open(&mut log, 1, 2);
     assert_eq!(open(&mut log, 1, 2), session);
-    assert_eq!(log.code(begin_shared(1, 3)), ErrorCode::Conflict);
+    assert_eq!(log.code(begin_as(1, 3, "coordinator")), ErrorCode::Conflict);
     assert_eq!(log.code(Command::BeginImport(begin(1, hot()))), ErrorCode::Conflict);
-    for (participants, generation) in [(vec![], 2), (vec![rank(0), rank(0)], 2)] {
-        let command = BeginSharedImport { import: begin(generation, hot()), participants };
+    let long = |n: u32| ParticipantId::new(format!("{n:0>128}")).unwrap();
+    let wrong = [vec![], vec![rank(0), rank(0)], (0..1025).map(rank).collect(), (0..129).map(long).collect()];
+    for participants in wrong {
+        let command = BeginSharedImport { participants, ..begin_shared(2, 1) };
         assert_eq!(log.code(Command::BeginSharedImport(command)), ErrorCode::InvalidArgument);
     }
-    let many = BeginSharedImport { import: begin(2, hot()), participants: (0..1025).map(rank).collect() };
-    assert_eq!(log.code(Command::BeginSharedImport(many)), ErrorCode::InvalidArgument);
+    for participants in [(0..1024).map(rank).collect(), (0..128).map(long).collect::<Vec<_>>()] {
+        let mut log = Log::new();
+        log.send(Command::BeginSharedImport(BeginSharedImport { participants, ..begin_shared(2, 1) })).unwrap();
+    }
 }
 
 #[test]
@@ -189,7 +309,9 @@ fn a_snapshot_keeps_the_participants_and_one_without_them_reads_as_before() {
     let mut log = Log::new();
     log.import(begin(1, hot()));
     let snapshot = rmp_serde::to_vec_named(&log.state).unwrap();
-    let is_named = snapshot.windows(5).any(|word| word == b"parts");
-    assert!(!is_named, "an import of one writer is written as it always was");
+    let is_named = |name: &[u8]| snapshot.windows(name.len()).any(|word| word == name);
+    for name in ["parts", "coordinators", "writer_id"] {
+        assert!(!is_named(name.as_bytes()), "an import of one writer is written as it always was, without {name}");
+    }
     assert_eq!(rmp_serde::from_slice::<State>(&snapshot).unwrap(), log.state);
 }

@@ -289,6 +289,7 @@ impl World {
             session_id: session.session_id,
             manifest,
             receipts,
+            coordinator: None,
         }))
     }
 

@@ -5,8 +5,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use ballast_schemas::{
-    AbortImport, Availability, BallastError, BeginImport, Command, ErrorCode, ImportSession, NodeId, RenewImport,
-    RevisionIdentity, SessionId, WeightStoragePolicy,
+    AbortImport, Availability, BallastError, BeginImport, Command, Digest, ErrorCode, ImportSession, NodeId,
+    RenewImport, RevisionIdentity, SessionId, WeightRevisionMetadata, WeightStoragePolicy,
 };
 
 use super::{Client, DATA_PLANE, REQUEST_DEADLINE, SHORT, Shared, identity, next_generation};
@@ -60,7 +60,7 @@ impl Client {
         };
         let begin = move |gateway: Rc<Gateway>, until| {
             let command = command.clone();
-            async move { gateway.begin_import(command, Vec::new(), until).await }
+            async move { gateway.begin_import(command, None, until).await }
         };
         let session = self.mutate(REQUEST_DEADLINE, begin).await?;
         self.nap().await;
@@ -76,7 +76,7 @@ impl Client {
             Ok(()) => Ok(()),
             Err(error) => {
                 if w.draw(|rng| rng.chance(7_000)) {
-                    let abort = AbortImport { identity: identity.clone(), session_id };
+                    let abort = AbortImport { identity: identity.clone(), session_id, coordinator: None };
                     self.submit(Command::AbortImport(abort)).await?;
                 }
                 Err(error)
@@ -108,15 +108,22 @@ impl Client {
             self.seal(node, session, content).await?;
         }
         self.nap().await;
-        let (identity, session_id, sha256) =
-            (session.identity.clone(), session.session_id.clone(), content.manifest.sha256);
-        let commit = move |gateway: Rc<Gateway>, until| {
-            let (identity, session_id) = (identity.clone(), session_id.clone());
-            async move { gateway.commit_import(&identity, &session_id, sha256, until).await }
-        };
-        let record = self.mutate(REQUEST_DEADLINE, commit).await?;
+        let record = self.commit(session, content.manifest.sha256).await?;
         w.trace(format!("{} published {}", self.slot.name, record.identity));
         Ok(())
+    }
+
+    pub(super) async fn commit(
+        &self,
+        session: &ImportSession,
+        sha256: Digest,
+    ) -> Result<WeightRevisionMetadata, BallastError> {
+        let session = session.clone();
+        let commit = move |gateway: Rc<Gateway>, until| {
+            let session = session.clone();
+            async move { gateway.commit_import(&session, sha256, until).await }
+        };
+        self.mutate(REQUEST_DEADLINE, commit).await
     }
 
     /// Renews the session while bytes move. Never ends; says when it is lost.
@@ -125,7 +132,8 @@ impl Client {
         loop {
             w.rt.sleep(session.ttl_ms * MS / 3).await;
             let (identity, session_id) = (session.identity.clone(), session.session_id.clone());
-            let command = Command::RenewImport(RenewImport { identity, session_id });
+            let coordinator = session.coordinator();
+            let command = Command::RenewImport(RenewImport { identity, session_id, coordinator });
             let handler = move |gateway: Rc<Gateway>, until| {
                 let command = command.clone();
                 async move { gateway.submit(gateway.replica.w.command_id(), until, command).await }

@@ -68,6 +68,8 @@ pub(crate) struct Watch {
     deleting_since: BTreeMap<InstanceId, u64>,
     rounds: pressure::Rounds,
     sessions: BTreeMap<SessionId, participants::Declared>,
+    /// What was accepted of participants and coordinators: the next entry with one of these is a repeat.
+    heard: BTreeSet<CommandId>,
 }
 
 /// After every entry.
