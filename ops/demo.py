@@ -500,12 +500,12 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     demo = Demo(arguments.model.resolve() if arguments.model else None, arguments.binary.resolve(), folder)
-    code = 0
+    code = 1
     try:
         demo.run()
+        code = 0
     except (Failure, VerbError, CommandFailed, subprocess.TimeoutExpired, OSError) as error:
         print(f"\n{error}", file=sys.stderr)
-        code = 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         code = 130

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use ballast_journal::nodes::{Directory, NodeClient};
 use ballast_journal::{Replica, SubmitError, WaitError, fresh_command_id};
 use ballast_schemas::{
-    BallastError, ClusterId, Command, CommandId, Consistency, ErrorCode, LogPosition, ReplicaId, Reply, RequestOptions,
-    hash_prefixed,
+    BallastError, COMMAND_WINDOW_MS, ClusterId, Command, CommandId, Consistency, ErrorCode, LogPosition, LogTime,
+    ReplicaId, Reply, RequestOptions, hash_prefixed,
 };
 use ballast_workflows::State;
 
@@ -18,6 +18,11 @@ use crate::tokens::TokenIssuer;
 
 /// How long a request waits for the entry that its `min_log_seq` names.
 const MIN_LOG_SEQ_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Milliseconds after the log clock up to which a mutation may stay good, as its sender reads the clock.
+const NOT_AFTER_MS_MAX: u64 = 90_000;
+/// Milliseconds for which the log remembers an outcome. The difference is for senders whose clock is ahead of this replica's.
+const REMEMBERED_MS: u64 = 2 * COMMAND_WINDOW_MS;
 
 /// What verbs work with.
 #[derive(Debug)]
@@ -103,11 +108,30 @@ impl Context {
         options: &RequestOptions,
         command: Command,
     ) -> Result<(LogPosition, Reply), BallastError> {
+        if let Some(not_after) = options.not_after {
+            self.expect_remembered(not_after)?;
+        }
         let started = Instant::now();
         let submitted = self.replica.submit_as(id, options.not_after, command).await;
         self.metrics.command_took(started.elapsed());
         let (position, outcome) = submitted.map_err(submit_error)?;
         Ok((position, outcome.map_err(BallastError::from)?))
+    }
+}
+
+impl Context {
+    /// A repeat must not outlive the memory of the first outcome, or it would be decided a second time.
+    fn expect_remembered(&self, not_after: LogTime) -> Result<(), BallastError> {
+        let clock = self.replica.read(State::log_clock);
+        if not_after <= clock.plus_ms(REMEMBERED_MS) {
+            return Ok(());
+        }
+        let message = format!(
+            "options.not_after is {}, which is more than {NOT_AFTER_MS_MAX} ms after the log clock, {}; read it with verb clock and add at most as much",
+            not_after.0, clock.0
+        );
+        Err(BallastError::invalid(message)
+            .with_details(serde_json::json!({ "field": "options.not_after", "log_clock": clock })))
     }
 }
 

@@ -187,8 +187,8 @@ pub(crate) trait ColdReplica: Send + Sync + std::fmt::Debug {
     /// Reads at most [`READ_BYTES_MAX`] bytes of a segment.
     fn read(&self, segment: u32, range: Range<u64>) -> Result<ColdBytes, PathError>;
 
-    /// Which of the units' copies can not be there any more, and those that went with them.
-    fn gone(&self, units: &[u32]) -> Result<Vec<u32>, PathError>;
+    /// What can not hold the units' copies any more. Whether any of them counted is the caller's to know.
+    fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError>;
 
     /// Remembers how what holds these runs looks now.
     fn mark(&self, runs: &[Run]);
@@ -207,6 +207,15 @@ pub(crate) trait ColdReplica: Send + Sync + std::fmt::Debug {
 
     /// Removes everything. After a crash it is whole, or on its way out.
     fn remove(&self) -> Result<(), PathError>;
+}
+
+/// Something that held copies of units and does not any more.
+#[derive(Debug)]
+pub(crate) struct Gone {
+    /// All units that it held, ascending.
+    pub units: Vec<u32>,
+    /// What was found in its place.
+    pub why: PathError,
 }
 
 /// A sealed instance that was found, and its copies.

@@ -24,7 +24,7 @@ use crate::bucket_index::{
 };
 use crate::budget::Budget;
 use crate::cold::{
-    ColdBytes, ColdFailure, ColdReplica, ColdReport, ColdTier, ColdTierError, FoundReplica, Scan, Watch,
+    ColdBytes, ColdFailure, ColdReplica, ColdReport, ColdTier, ColdTierError, FoundReplica, Gone, Scan, Watch,
 };
 use crate::error::Mismatch;
 use crate::folder::{OnPath, PathError};
@@ -736,33 +736,36 @@ impl ColdReplica for BucketReplica {
         Ok(ColdBytes::new(together.freeze()))
     }
 
-    fn gone(&self, units: &[u32]) -> Result<Vec<u32>, PathError> {
+    fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
         let name = self.name();
-        let (held, keys, nowhere) = {
+        let (numbers, keys, sizes, nowhere) = {
             let packs = self.read_packs();
             let has_bytes = |unit: &u32| self.layout.extent(*unit).is_some_and(|extent| extent.bytes > 0);
             let nowhere: Vec<u32> =
                 units.iter().copied().filter(has_bytes).filter(|&unit| packs.of(unit).is_none()).collect();
             let numbers = packs.holding(units.iter().copied());
-            let held: Vec<(u32, u64)> =
-                numbers.iter().map(|&number| (number, packs.all[number as usize].bytes)).collect();
-            let keys: Vec<Path> =
-                numbers.iter().map(|&number| self.pack_key(&name, &packs.all[number as usize])).collect();
-            (held, keys, nowhere)
+            let held = || numbers.iter().map(|&number| &packs.all[number as usize]);
+            let keys: Vec<Path> = held().map(|pack| self.pack_key(&name, pack)).collect();
+            let sizes: Vec<u64> = held().map(|pack| pack.bytes).collect();
+            (numbers, keys, sizes, nowhere)
         };
         let found = self.bucket().look_at(&keys)?;
-        let mut lost = Vec::new();
-        for (((number, bytes), meta), key) in held.into_iter().zip(found).zip(&keys) {
-            let size = meta.map(|meta| meta.size);
-            if size != Some(bytes) {
-                tracing::error!(object = %key, ?size, expected = bytes, "an object of the cold tier is gone or cut off");
-                lost.push(number);
-            }
+        let mut gone = Vec::new();
+        if !nowhere.is_empty() {
+            gone.push(Gone { units: nowhere, why: self.nowhere() });
         }
-        let mut gone = self.read_packs().units_in(&lost);
-        gone.extend(nowhere);
-        gone.sort_unstable();
-        gone.dedup();
+        for (((number, expected), meta), key) in numbers.into_iter().zip(sizes).zip(found).zip(&keys) {
+            let why = match meta {
+                Some(meta) if meta.size == expected => continue,
+                Some(meta) => io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    format!("the object has {} bytes, expected {expected}", meta.size),
+                ),
+                None => io::Error::new(io::ErrorKind::NotFound, "there is no such object"),
+            };
+            let why = PathError::new("read", &self.bucket().path_of(key), why);
+            gone.push(Gone { units: self.read_packs().units_in(&[number]), why });
+        }
         Ok(gone)
     }
 

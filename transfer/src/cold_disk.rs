@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use crate::budget::Budget;
 use crate::cold::{
-    ColdBytes, ColdFailure, ColdReplica, ColdReport, ColdTier, ColdTierError, READ_BYTES_MAX, Scan, Watch,
+    ColdBytes, ColdFailure, ColdReplica, ColdReport, ColdTier, ColdTierError, Gone, READ_BYTES_MAX, Scan, Watch,
 };
 use crate::cold_engine::{Answer, ColdEngine, IoDone, IoKind, IoMemory, IoRequest};
 use crate::cold_files::{ColdSegments, probe_direct};
@@ -439,22 +439,19 @@ impl ColdReplica for DiskReplica {
     }
 
     /// A segment that is gone or cut off holds nothing.
-    fn gone(&self, units: &[u32]) -> Result<Vec<u32>, PathError> {
-        let mut gone = Vec::new();
+    fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
+        let mut gone: Vec<Gone> = Vec::new();
         // Units of no bytes need no file.
         let with_bytes = units.iter().copied().filter(|&unit| self.layout.extent(unit).is_some_and(|e| e.bytes > 0));
-        for run in self.layout.runs(with_bytes) {
-            match self.files.check(run.segment) {
+        let mut segments: Vec<u32> = self.layout.runs(with_bytes).into_iter().map(|run| run.segment).collect();
+        segments.dedup();
+        for segment in segments {
+            match self.files.check(segment) {
                 Ok(()) => {}
-                Err(error) if is_missing(&error) => {
-                    tracing::error!(%error, "a segment on the cold tier is gone");
-                    gone.extend(self.layout.units_of(run.segment));
-                }
+                Err(why) if is_missing(&why) => gone.push(Gone { units: self.layout.units_of(segment).collect(), why }),
                 Err(error) => return Err(error),
             }
         }
-        gone.sort_unstable();
-        gone.dedup();
         Ok(gone)
     }
 

@@ -12,7 +12,7 @@ use ballast_journal::Replica;
 use ballast_journal::nodes::{Directory, NodeCallError, NodeClient};
 use ballast_schemas::{
     Bitmap, Command, GroupInventory, InstanceId, LogPosition, NodeEvidence, NodeId, NodeReply, NodeRequest,
-    WeightRevisionMetadata,
+    OperationId, OperationStatus, Reply, WeightRevisionMetadata,
 };
 use ballast_workflows::verdict;
 use tokio::time::Instant;
@@ -31,6 +31,14 @@ const REPAIR_AGAIN: Duration = Duration::from_secs(600);
 /// What a group looked like: the bitmaps of every node, and the run of its process.
 type Look = Vec<(NodeId, String, Bitmap, Bitmap)>;
 
+/// A repair that began here.
+#[derive(Debug)]
+struct Tried {
+    operation_id: OperationId,
+    look: Look,
+    at: Instant,
+}
+
 /// The watch of one worker.
 #[derive(Debug)]
 pub(crate) struct LossWatch {
@@ -40,8 +48,8 @@ pub(crate) struct LossWatch {
     failpoint: Failpoint,
     /// Since when a node of some placement has not been heard of.
     away: BTreeMap<NodeId, Instant>,
-    /// How an instance looked when its repair last began.
-    tried: BTreeMap<InstanceId, (Look, Instant)>,
+    /// The last repair of an instance.
+    tried: BTreeMap<InstanceId, Tried>,
 }
 
 impl LossWatch {
@@ -110,10 +118,17 @@ impl LossWatch {
         follows.is_some_and(|command| !self.was_tried(metadata, &command, &held))
     }
 
+    /// Whether a repair of what looks the same came to nothing a while ago. After one that succeeded it is another loss, however
+    /// alike it looks.
     fn was_tried(&self, metadata: &WeightRevisionMetadata, command: &Command, held: &GroupInventory) -> bool {
-        let tried = self.tried.get(&metadata.instance);
+        let succeeded = |id| {
+            let status = self.replica.read(|state| state.operation(id).map(|operation| operation.status));
+            status == Some(OperationStatus::Succeeded)
+        };
         matches!(command, Command::StartRepair(_))
-            && tried.is_some_and(|(look, at)| *look == look_of(held) && at.elapsed() < REPAIR_AGAIN)
+            && self.tried.get(&metadata.instance).is_some_and(|tried| {
+                tried.look == look_of(held) && tried.at.elapsed() < REPAIR_AGAIN && !succeeded(&tried.operation_id)
+            })
     }
 
     /// Asks every node that may hold some of it, and tells the log what follows. Tells whether that is settled.
@@ -156,11 +171,13 @@ impl LossWatch {
         let told = self.replica.submit(command).await;
         self.failpoint.strike("loss", name, Side::After);
         match told {
-            Ok((_, Ok(_))) => {
+            Ok((_, Ok(reply))) => {
                 tracing::info!(%revision, command = name, "told the log");
                 // Only what began was tried: a refusal says that the record moved on.
-                if repairs {
-                    self.tried.insert(metadata.instance.clone(), (look_of(&held), Instant::now()));
+                if let (true, Reply::Operation(begun)) = (repairs, reply) {
+                    let tried =
+                        Tried { operation_id: begun.operation_id.clone(), look: look_of(&held), at: Instant::now() };
+                    self.tried.insert(metadata.instance.clone(), tried);
                 }
             }
             // The record or the nodes moved on: the next look decides anew.

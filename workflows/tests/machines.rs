@@ -515,3 +515,32 @@ fn a_node_that_lost_its_memory_is_filled_again_by_a_migration_to_hot() {
     assert_eq!((operation.status, operation.observed_hot_ppm), (OperationStatus::Succeeded, 1_000_000));
     assert_eq!(world.state.revision(&model).unwrap().residency, Residency::Hot);
 }
+
+#[test]
+fn a_repair_that_finds_no_disk_for_what_it_lacks_fails_by_name_and_the_revision_stays_ready() {
+    let mut world = World::new(2, config(4, 1 << 30));
+    let model = identity("m", 1);
+    let nodes = [node_id(0), node_id(1)];
+    world.begin(&model, "s", &UNITS, Some(policy(Residency::Cold, 500_000, MigrationMode::Manual)), &nodes).unwrap();
+    world.commit(&model).unwrap();
+    run_all(&mut world);
+    let record = world.state.revision(&model).unwrap().clone();
+    assert_eq!(record.residency, Residency::Cold);
+    // The one disk has lost everything; the other node has it in memory, and no disk.
+    let held = world.nodes.get_mut(&node_id(0)).unwrap().held.get_mut(&record.instance).unwrap();
+    (held.hot, held.resident, held.cold) = (Bitmap::empty(6), Bitmap::empty(6), Bitmap::empty(6));
+    let other = world.nodes.get_mut(&node_id(1)).unwrap();
+    other.cold_tier = false;
+    let held = other.held.get_mut(&record.instance).unwrap();
+    (held.hot, held.resident, held.cold) = (Bitmap::full(6), Bitmap::full(6), Bitmap::empty(6));
+    let expected_metadata_generation = record.metadata_generation;
+    world.append(Command::StartRepair(StartRepair { identity: model.clone(), expected_metadata_generation })).unwrap();
+    let id = world.active(&model).unwrap();
+    run_all(&mut world);
+    let operation = ended(&world, &id);
+    assert_eq!(operation.status, OperationStatus::Failed);
+    let error = operation.last_error.unwrap();
+    assert_eq!(error.code, ErrorCode::PolicyUnsatisfiable);
+    assert!(error.message.contains("6 units (first 0)") && error.message.contains("cold tier"), "{}", error.message);
+    assert_eq!(world.state.revision(&model).unwrap().availability, Availability::Ready);
+}

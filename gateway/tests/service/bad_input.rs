@@ -221,3 +221,17 @@ async fn a_sequence_that_never_comes_is_unavailable() {
     let error = fixture.refuse("list", body, ErrorCode::Unavailable).await;
     assert!(error.message.contains("1000000"), "{error}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mutation_that_would_outlive_the_memory_of_its_outcome_is_refused() {
+    let fixture = Fixture::start().await;
+    let clock = fixture.call("clock", json!({})).await.unwrap()["log_clock"].as_u64().unwrap();
+    let remove = |not_after: u64| json!({"identity": minilm(1), "expected_metadata_generation": 1, "options": {"request_id": "far", "not_after": not_after}});
+    for far in [clock + 1_000_000, u64::MAX] {
+        let error = fixture.refuse("remove", remove(far), ErrorCode::InvalidArgument).await;
+        assert!(error.message.contains("options.not_after") && error.message.contains("90000 ms"), "{error}");
+        assert_eq!(error.details["field"], "options.not_after");
+    }
+    // As late as may be: it is decided.
+    fixture.refuse("remove", remove(clock + 90_000), ErrorCode::NotFound).await;
+}

@@ -1,13 +1,13 @@
 //! The loss watch of a workflow worker: asks the nodes of a published revision what they hold, and tells the log what follows,
-//! as the product's does. What follows is the product's own `verdict`. A repair that began on the same look is not asked for
-//! again for a while.
+//! as the product's does. What follows is the product's own `verdict`. A repair that came to nothing on the same look is not
+//! asked for again for a while.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use ballast_schemas::{
     Availability, BallastError, Bitmap, Command, GroupInventory, InstanceId, LogPosition, NodeEvidence, NodeId,
-    NodeReply, NodeRequest, WeightRevisionMetadata,
+    NodeReply, NodeRequest, OperationId, OperationStatus, Reply, WeightRevisionMetadata,
 };
 use ballast_workflows::verdict;
 
@@ -24,7 +24,7 @@ const REPAIR_AGAIN: u64 = 600 * SECOND;
 /// What a group looked like.
 type Look = Vec<(NodeId, Bitmap, Bitmap)>;
 /// What repairs began, on which look, and when.
-type Tried = BTreeMap<InstanceId, (Look, u64)>;
+type Tried = BTreeMap<InstanceId, (OperationId, Look, u64)>;
 
 /// Watches for as long as its process lives.
 pub(crate) async fn watch_losses(w: W, replica: Rc<Replica>) {
@@ -68,15 +68,22 @@ async fn look_at(replica: &Replica, record: &WeightRevisionMetadata, tried: &mut
         if w.bug(Bug::LossNotRepaired) {
             return;
         }
-        if tried.get(&record.instance).is_some_and(|(last, at)| *last == look && w.now() < at + REPAIR_AGAIN) {
+        let succeeded = |id| {
+            let status = replica.read(|state| state.operation(id).map(|operation| operation.status));
+            status == Some(OperationStatus::Succeeded)
+        };
+        let came_to_nothing = tried.get(&record.instance).is_some_and(|(operation_id, last, at)| {
+            *last == look && w.now() < at + REPAIR_AGAIN && !succeeded(operation_id)
+        });
+        if came_to_nothing {
             return;
         }
     }
     let id = w.command_id();
     looked_at(w, &id, Some(looked));
-    let began = matches!(replica.submit_as(id, None, command).await, Some((_, Ok(_))));
-    if repairs && began {
-        tried.insert(record.instance.clone(), (look, w.now()));
+    let told = replica.submit_as(id, None, command).await;
+    if let (true, Some((_, Ok(Reply::Operation(begun))))) = (repairs, told) {
+        tried.insert(record.instance.clone(), (begun.operation_id.clone(), look, w.now()));
     }
 }
 

@@ -39,9 +39,15 @@ pub(crate) fn settle(w: &W) {
         return;
     }
     invariants::nothing_left(w);
-    read_everything(w);
-    // What a reader found to be lost is told to the log by the next inspection.
-    run_for(w, INTRODUCTIONS);
+    // A reading may move units between the tiers: a disk copy that decayed in silence is only read once the one in memory has
+    // gone. What a reader found to be lost is told to the log by the next inspection.
+    for _ in 0..2 {
+        read_everything(w);
+        run_for(w, INTRODUCTIONS);
+    }
+    if w.rt.is_stopped() {
+        return;
+    }
     ready_is_readable(w);
     promises_are_kept(w);
     remove_everything(w);
@@ -236,8 +242,13 @@ fn remove_everything(w: &W) {
         let gateway: Option<Rc<Gateway>> = w.gateways.iter().find_map(|slot| slot.get());
         let removed: Vec<WeightRevisionMetadata> =
             left.into_iter().filter(|record| published(record.availability)).collect();
+        // A replacement that somebody asked for long ago may have come only now.
+        let commands = w.log.truth(|state| operate(state, true));
         w.rt.spawn(w.network, async move {
             let Some(gateway) = gateway else { return };
+            for command in commands {
+                gateway.replica.submit(command).await;
+            }
             for record in removed {
                 let expected_metadata_generation = record.metadata_generation;
                 let remove = Remove { identity: record.identity, expected_metadata_generation };

@@ -1,7 +1,7 @@
 //! What a node finds in its folders when it starts: sealed instances are adopted once their bytes in memory are
 //! verified, imports that never ended are discarded, and what can not be understood is kept and reported.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use ballast_schemas::{Bitmap, InstanceId};
 use super::instance::{Instance, Sealed, Standing, State, cold_record, no_charges};
 use super::lock;
 use crate::budget::Charge;
-use crate::cold::{ColdTier, FoundReplica, Scan};
+use crate::cold::{ColdTier, FoundReplica, Gone, Scan};
 use crate::folder::{OnPath, PathError, create_folder, remove_folder, used_bytes};
 use crate::guard::UnitStates;
 use crate::instance_records::{FRESH, Found, GONE, write_records};
@@ -196,12 +196,13 @@ fn adopt_cold(
 ) -> Result<(), PathError> {
     let (Some(record), Some(replica), Some(tier)) = (record, &instance.cold, cold) else { return Ok(()) };
     let claimed: Vec<u32> = record.held.iter().collect();
-    let gone = replica.gone(&claimed)?;
-    let (lost, held): (Vec<u32>, Vec<u32>) = claimed.into_iter().partition(|unit| gone.binary_search(unit).is_ok());
-    if !lost.is_empty() {
-        tracing::error!(instance = %instance.id, units = lost.len(), "cold units are lost with what held them");
-        adoption.lost_units += lost.len() as u32;
+    let mut gone = BTreeSet::new();
+    for Gone { units, why } in replica.gone(&claimed)? {
+        tracing::error!(error = %why, instance = %instance.id, "cold units are lost with what held them");
+        gone.extend(units);
     }
+    let (lost, held): (Vec<u32>, Vec<u32>) = claimed.into_iter().partition(|unit| gone.contains(unit));
+    adoption.lost_units += lost.len() as u32;
     let lost_before = record.resident.iter().filter(|unit| !record.held.get(*unit));
     let bytes = instance.padded_bytes(&held);
     let mut state = lock(&instance.state);

@@ -10,7 +10,7 @@ use ballast_schemas::{Bitmap, InstanceId, LogPosition, NodeCheck, NodeInventory,
 
 use super::instance::{Instance, Sealed, cold_record};
 use super::{NodeStore, lock};
-use crate::cold::{ColdFailure, ColdReplica, Progress, Watch};
+use crate::cold::{ColdFailure, ColdReplica, Gone, Progress, Watch};
 use crate::error::{Mismatch, StoreError};
 use crate::folder::OnPath;
 use crate::guard::FenceRefused;
@@ -389,11 +389,19 @@ impl Instance {
 
     /// Copies that can not be there any more no longer count. Returns those of `units`.
     fn lose_gone(&self, sealed: &Sealed, units: &[u32]) -> Result<Vec<Mismatch>, StoreError> {
-        let gone = self.cold_replica()?.gone(units).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-        let gone: Vec<u32> = {
+        let lost = self.cold_replica()?.gone(units).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        let mut gone: Vec<u32> = Vec::new();
+        for Gone { units, why } in lost {
             let state = lock(&self.state);
-            gone.into_iter().filter(|&unit| state.units.cold().get(unit)).collect()
-        };
+            let before = gone.len();
+            gone.extend(units.into_iter().filter(|&unit| state.units.cold().get(unit)));
+            // Before the first demotion there is nothing, and nothing is lost.
+            if gone.len() > before {
+                tracing::error!(error = %why, instance = %self.id, "what held cold units is gone");
+            }
+        }
+        gone.sort_unstable();
+        gone.dedup();
         if !gone.is_empty() {
             self.lose_cold(&gone)?;
         }

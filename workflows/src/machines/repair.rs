@@ -6,8 +6,8 @@
 //! an effect can copy from; today that is the other tier of the same node.
 
 use ballast_schemas::{
-    AffinityIndex, Availability, Command, ErrorCode, NodeId, NodeRequest, OperationAttemptFailed, OperationError,
-    OperationFinished, Residency, UnitEffect,
+    AffinityIndex, Availability, Bitmap, Command, ErrorCode, NodeId, NodeRequest, OperationAttemptFailed,
+    OperationError, OperationFinished, Residency, UnitEffect,
 };
 
 use super::work_list::{hot_ppm, logical_bytes};
@@ -47,6 +47,9 @@ pub(super) fn next(state: &State, operation: &Operation, seen: Option<&Observati
     if !readable {
         return hopeless(operation, seen, units);
     }
+    if metadata.availability == Availability::Ready && !lacking.cold.is_empty() {
+        return diskless(operation, &lacking.cold);
+    }
     Step::Append(Command::OperationFinished(OperationFinished {
         operation_id: view.operation_id.clone(),
         epoch: view.epoch,
@@ -68,6 +71,17 @@ fn hopeless(operation: &Operation, seen: &Observation, units: u32) -> Step {
         error: OperationError { code: ErrorCode::NotReady, message },
         permanent: true,
     }))
+}
+
+/// What is lacking on disk is in memory on nodes alone that have no disk.
+fn diskless(operation: &Operation, lacking: &Bitmap) -> Step {
+    let view = &operation.view;
+    let (count, first) = (lacking.count(), lacking.iter().next().unwrap_or_default());
+    let message = format!(
+        "{count} units (first {first}) have lost their copy on disk, and no node that has them in memory has a cold tier; \
+         the copies in memory are served, publish the revision again to have both"
+    );
+    Step::Append(failed(view, view.epoch, ErrorCode::PolicyUnsatisfiable, message))
 }
 
 /// The next round of copies, if one is lacking whose source is readable.
