@@ -128,6 +128,12 @@ impl Bucket {
             builder = builder.with_endpoint(endpoint);
         }
         let endpoint = builder.get_config_value(&AmazonS3ConfigKey::Endpoint).unwrap_or_default();
+        if endpoint.contains('@') {
+            // Every error would repeat it.
+            let message =
+                "the endpoint holds an @; credentials belong into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
         let plain = endpoint.starts_with("http://");
         if plain && std::env::var("AWS_ALLOW_HTTP").is_ok_and(|allowed| allowed != "true") {
             return Err(io::Error::other("the endpoint is plain HTTP, which AWS_ALLOW_HTTP forbids"));
@@ -193,7 +199,7 @@ impl Bucket {
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => io::ErrorKind::PermissionDenied,
             _ => io::ErrorKind::Other,
         };
-        PathError::new(action, &self.path_of(key), io::Error::new(kind, error))
+        PathError::new(action, &self.path_of(key), io::Error::new(kind, said(&error.to_string())))
     }
 
     /// A whole small object; `None` when there is none.
@@ -222,18 +228,21 @@ impl Bucket {
         }
     }
 
-    /// Whether the server writes only where there is nothing when it is asked to: without that, two nodes could own the same
-    /// bytes. `key` is this node's own.
-    pub(crate) fn check_put_if_absent(&self, key: &Path) -> Result<(), PathError> {
+    /// Whether the server writes only where there is nothing when it is asked to, and lists what it has just taken: without
+    /// these, two nodes could own the same bytes. Nobody else knows `key`.
+    pub(crate) fn check_server(&self, key: &Path) -> Result<(), PathError> {
         self.create(key, Vec::new())?;
         let overwritten = self.create(key, Vec::new())?;
+        let listed = self.list(key.parent().as_ref().unwrap_or(&self.prefix))?.iter().any(|meta| meta.location == *key);
         self.remove(std::slice::from_ref(key))?;
-        if overwritten {
-            let message =
-                "the server overwrites objects that it was asked to leave alone (If-None-Match); use one that does not";
-            return Err(PathError::new("use", &self.place, io::Error::new(io::ErrorKind::Unsupported, message)));
-        }
-        Ok(())
+        let message = match (overwritten, listed) {
+            (true, _) => {
+                "the server overwrites objects that it was asked to leave alone (If-None-Match); use one that does not"
+            }
+            (_, false) => "the server does not list an object that it has just taken; use one that does",
+            _ => return Ok(()),
+        };
+        Err(PathError::new("use", &self.place, io::Error::new(io::ErrorKind::Unsupported, message)))
     }
 
     /// Every object below a key.
@@ -352,8 +361,33 @@ impl Bucket {
     }
 }
 
+/// What the client says before it repeats what a server answered.
+const ANSWERS: [&str; 2] = ["returned non-2xx status code: ", "returned error response: "];
+/// Most characters of a server's own words that are repeated.
+const WORDS_MAX: usize = 300;
+
+/// The text of an error without the server's answer as such, of which only code and message are kept: servers repeat keys and
+/// tokens that they do not like.
+fn said(text: &str) -> String {
+    let found = ANSWERS.iter().find_map(|marker| Some((text.find(marker)? + marker.len(), *marker)));
+    let Some((at, marker)) = found else { return text.to_owned() };
+    let (before, answer) = text.split_at(at);
+    let (status, body) =
+        if marker == ANSWERS[0] { answer.split_once(": ").unwrap_or((answer, "")) } else { ("", answer) };
+    let element = |name: &str| {
+        let (_, rest) = body.split_once(&format!("<{name}>"))?;
+        rest.split_once(&format!("</{name}>")).map(|(text, _)| text)
+    };
+    let words = [element("Code"), element("Message")].into_iter().flatten().collect::<Vec<_>>().join(": ");
+    let words: String = words.chars().take(WORDS_MAX).collect();
+    let between = if status.is_empty() || words.is_empty() { "" } else { ": " };
+    format!("{before}{status}{between}{words}")
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+
     use super::*;
 
     #[test]
@@ -382,6 +416,73 @@ mod tests {
             let error = text.parse::<BucketUrl>().unwrap_err().to_string();
             assert!(error.contains("s3://<bucket>/<prefix>") && !error.contains("secret="), "{text}: {error}");
             assert!(!error.contains("AKIA"), "{text}: {error}");
+        }
+    }
+
+    /// A server that gives every request the same answer.
+    fn server(answer: String) -> String {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        std::thread::spawn(move || {
+            for connection in listener.incoming() {
+                let mut connection = connection.unwrap();
+                let _ = connection.read(&mut [0; 8192]);
+                let _ = connection.write_all(answer.as_bytes());
+            }
+        });
+        address
+    }
+
+    #[test]
+    fn no_error_repeats_what_a_server_says_of_keys_and_tokens() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        for (status, code) in [
+            ("403 Forbidden", "SignatureDoesNotMatch"),
+            ("400 Bad Request", "ExpiredToken"),
+            ("401 Unauthorized", "InvalidAccessKeyId"),
+            ("409 Conflict", "OperationAborted"),
+        ] {
+            let body = format!(
+                "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>not this one</Message>\
+                 <AWSAccessKeyId>AKIAKEY</AWSAccessKeyId><Token-0>session-token</Token-0>\
+                 <StringToSign>to: sign</StringToSign></Error>"
+            );
+            let answer =
+                format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len());
+            let store = AmazonS3Builder::new()
+                .with_bucket_name("models")
+                .with_region("us-east-1")
+                .with_endpoint(server(answer))
+                .with_allow_http(true)
+                .with_access_key_id("AKIAKEY")
+                .with_secret_access_key("secret-key")
+                .with_token("session-token")
+                .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
+                .build()
+                .unwrap();
+            let bucket = Bucket::on(Arc::new(store), Path::from("a"), PathBuf::from("s3://models/a")).unwrap();
+            let key = bucket.key(["name"]);
+            let errors = [
+                bucket.get(&key).map(drop),
+                bucket.put(&key, vec![1]),
+                bucket.create(&key, vec![1]).map(drop),
+                bucket.list(&key).map(drop),
+                bucket.folders(&key).map(drop),
+                bucket.look_at(std::slice::from_ref(&key)).map(drop),
+                bucket.remove(std::slice::from_ref(&key)),
+                bucket.block(bucket.read(&key, 0..10)).map(drop),
+                bucket.abort(&key, "upload"),
+            ];
+            let said: Vec<String> =
+                errors.into_iter().filter_map(Result::err).map(|error| format!("{error} {error:?}")).collect();
+            assert!(said.len() > 7, "{said:?}");
+            for text in &said {
+                for secret in ["AKIAKEY", "secret-key", "session-token", "StringToSign"] {
+                    assert!(!text.contains(secret), "{text}");
+                }
+            }
+            let listed = said.iter().find(|text| text.contains("list")).unwrap();
+            assert!(listed.contains(code) && listed.contains("not this one"), "{listed}");
         }
     }
 }

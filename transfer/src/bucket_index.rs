@@ -1,7 +1,7 @@
 //! How a bucket remembers what it holds: the keys, and the index of each replica. Nothing is ever changed in place.
 //!
 //! * `cluster`: whose bytes these are.
-//! * `probes/<node>`: there for a moment at a node's start, which tries whether the server keeps to what follows.
+//! * `probes/<node>/<run>`: there for a moment at a node's start, which tries whether the server keeps to what follows.
 //! * `nodes/<node>/<replica>`: an empty mark: that node made the replica, or took it over. A hint; the index decides.
 //! * `replicas/<replica>/records` and `manifest`: what the seal fixed.
 //! * `replicas/<replica>/packs/…`: bytes of the segments, each object a run of units as they lie there.
@@ -10,12 +10,13 @@
 //!   there is none; the highest version counts. Of two writers of one version the store lets one through, so that a node
 //!   whose replica another has taken over can not write any more, and learns it at its next try.
 
-use ballast_schemas::{ClusterId, NodeId};
+use ballast_schemas::{Bitmap, ClusterId, LogPosition, NodeId};
 use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::bucket::Bucket;
 use crate::folder::{OnPath, PathError};
+use crate::layout::GroupLayout;
 use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
 
 /// Digits of a version, so that names sort like numbers.
@@ -52,6 +53,14 @@ pub(crate) struct Pack {
     pub bytes: u64,
 }
 
+impl Pack {
+    /// Whether it can be what its index says.
+    pub(crate) fn lies_in(&self, layout: &GroupLayout) -> bool {
+        let end = self.start.checked_add(self.bytes);
+        self.segment < layout.segment_count() && end.is_some_and(|end| end <= layout.segment_bytes(self.segment))
+    }
+}
+
 /// A replica at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Index {
@@ -65,6 +74,23 @@ pub(crate) struct Index {
     pub packs: Vec<Pack>,
 }
 
+impl Index {
+    /// One that says that what stands beside it is about to be removed, because it never had an index.
+    pub(crate) fn of_remains(owner: &NodeId, incarnation: &str) -> Self {
+        let state = StateRecord {
+            fence: LogPosition::ZERO,
+            deleting: true,
+            held: Bitmap::empty(0),
+            resident: Bitmap::empty(0),
+        };
+        Self { owner: owner.clone(), incarnation: incarnation.to_owned(), state, packs: Vec::new() }
+    }
+
+    pub(crate) fn is_of_remains(&self) -> bool {
+        self.state.deleting && self.state.fence == LogPosition::ZERO && self.packs.is_empty()
+    }
+}
+
 /// The key of a replica, or of something in it.
 pub(crate) fn replica_key<'a>(bucket: &Bucket, replica: &'a str, names: impl IntoIterator<Item = &'a str>) -> Path {
     bucket.key([REPLICAS, replica].into_iter().chain(names))
@@ -75,9 +101,9 @@ pub(crate) fn mark_key(bucket: &Bucket, node: &NodeId, replica: &str) -> Path {
     bucket.key([NODES, node.as_str(), replica])
 }
 
-/// Whether the server can be relied on by this node.
-pub(crate) fn check_server(bucket: &Bucket, node: &NodeId) -> Result<(), PathError> {
-    bucket.check_put_if_absent(&bucket.key([PROBES, node.as_str()]))
+/// Whether the server can be relied on by this run of a node.
+pub(crate) fn check_server(bucket: &Bucket, node: &NodeId, incarnation: &str) -> Result<(), PathError> {
+    bucket.check_server(&bucket.key([PROBES, node.as_str(), incarnation]))
 }
 
 /// The replicas that a node has marked.
@@ -123,6 +149,11 @@ pub(crate) fn versions(bucket: &Bucket, replica: &str) -> Result<Vec<u64>, PathE
     Ok(versions)
 }
 
+/// Whether a key is one of a replica's indexes.
+pub(crate) fn is_index(bucket: &Bucket, replica: &str, key: &Path) -> bool {
+    key.prefix_matches(&replica_key(bucket, replica, [INDEX]))
+}
+
 pub(crate) fn version_key(bucket: &Bucket, replica: &str, version: u64) -> Path {
     replica_key(bucket, replica, [INDEX, &format!("{version:0VERSION_DIGITS$}")])
 }
@@ -132,11 +163,18 @@ pub(crate) type Newest = (u64, Result<Index, String>);
 
 /// What a replica's index says now; `None` when it has none.
 pub(crate) fn newest(bucket: &Bucket, replica: &str) -> Result<Option<Newest>, PathError> {
+    let mut tried = None;
     loop {
         let Some(&version) = versions(bucket, replica)?.last() else { return Ok(None) };
         let key = version_key(bucket, replica, version);
-        // It may have been replaced by a newer one meanwhile.
-        let Some(bytes) = bucket.get(&key)? else { continue };
-        return Ok(Some((version, record::decode(&bytes, &bucket.path_of(&key)).map_err(|error| error.to_string()))));
+        if let Some(bytes) = bucket.get(&key)? {
+            let index = record::decode(&bytes, &bucket.path_of(&key)).map_err(|error| error.to_string());
+            return Ok(Some((version, index)));
+        }
+        // It may have been replaced by a newer one meanwhile, which is then listed instead.
+        if tried.replace(version) == Some(version) {
+            let source = std::io::Error::other("the server lists it, and then does not have it");
+            return Err(PathError::new("read", &bucket.path_of(&key), source));
+        }
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -35,6 +35,10 @@ pub(crate) struct TestStore {
     next_upload: AtomicU64,
     /// It overwrites what it was asked to leave alone, as older servers do.
     pub(crate) overwrites: AtomicBool,
+    /// It lists this key, and says that it is not there.
+    hidden: Mutex<Option<String>>,
+    /// Objects until the one that is taken without an answer; negative when none is to come.
+    answers_left: AtomicIsize,
 }
 
 impl std::fmt::Display for TestStore {
@@ -55,7 +59,24 @@ impl TestStore {
             uploads: Mutex::default(),
             next_upload: AtomicU64::new(1),
             overwrites: AtomicBool::new(false),
+            hidden: Mutex::default(),
+            answers_left: AtomicIsize::new(-1),
         })
+    }
+
+    /// The same objects, past all faults.
+    pub(crate) fn unhindered(&self) -> Arc<Self> {
+        Self::new(self.inner.clone(), Arc::default())
+    }
+
+    pub(crate) fn hide(&self, key: &str) {
+        *self.hidden.lock().unwrap() = Some(key.to_owned());
+    }
+
+    /// The object after the next `after` ones is taken, and nobody hears of it; with a negative number none is any more. Tells
+    /// whether an earlier call came to that.
+    pub(crate) fn lose_answers(&self, after: isize) -> bool {
+        self.answers_left.swap(after, Ordering::SeqCst) < 0
     }
 
     pub(crate) fn bucket(self: &Arc<Self>) -> Bucket {
@@ -103,6 +124,7 @@ impl TestStore {
     }
 
     async fn pass(&self) -> Result<bool> {
+        self.faults.come();
         while self.faults.is_held() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -130,7 +152,12 @@ impl ObjectStore for TestStore {
             opts.mode = PutMode::Overwrite;
         }
         let flip = self.pass().await? && location.as_ref().contains("/packs/");
-        self.inner.put_opts(location, if flip { flipped(payload) } else { payload }, opts).await
+        let put = self.inner.put_opts(location, if flip { flipped(payload) } else { payload }, opts).await;
+        let counts = self.answers_left.load(Ordering::SeqCst) >= 0;
+        if counts && self.answers_left.fetch_sub(1, Ordering::SeqCst) == 0 {
+            return Err(broken());
+        }
+        put
     }
 
     async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
@@ -139,6 +166,9 @@ impl ObjectStore for TestStore {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         self.pass().await?;
+        if self.hidden.lock().unwrap().as_deref() == Some(location.as_ref()) {
+            return Err(Error::NotFound { path: location.to_string(), source: "it is hidden".into() });
+        }
         self.inner.get_opts(location, options).await
     }
 

@@ -151,10 +151,17 @@ pub(crate) trait ColdReplica: Send + Sync + std::fmt::Debug {
     }
 
     /// Forgets a replica that is another node's now, so that a new one can be begun.
-    fn start_over(&self) {}
+    fn start_over(&self) -> Result<(), PathError> {
+        Ok(())
+    }
 
     /// Makes the records durable, before there is any unit. An earlier attempt may have come halfway.
     fn begin(&self, records: &InstanceRecords, state: &StateRecord) -> Result<(), PathError>;
+
+    /// Whether a fence that was raised is written when it is, which is quick then. Otherwise it goes with the next change.
+    fn writes_fences_at_once(&self) -> bool {
+        true
+    }
 
     /// Makes the state durable: from then on the units that it says are held count, also after a crash.
     fn save(&self, state: &StateRecord) -> Result<(), PathError>;

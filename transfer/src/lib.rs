@@ -4,6 +4,8 @@
 mod batching;
 mod bucket;
 mod bucket_index;
+mod bucket_packs;
+mod bucket_replica;
 #[cfg(test)]
 mod bucket_testing;
 mod budget;

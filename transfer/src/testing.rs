@@ -125,11 +125,15 @@ pub(crate) fn seal(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> Result<
 
 /// Imports an instance whose units have their [`content`].
 pub(crate) fn import(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> Receipt {
-    store.allocate(id, &session(), sizes).unwrap();
+    try_import(store, id, sizes).unwrap()
+}
+
+pub(crate) fn try_import(store: &NodeStore, id: &InstanceId, sizes: &[u64]) -> Result<Receipt, StoreError> {
+    store.allocate(id, &session(), sizes)?;
     for (unit, &bytes) in sizes.iter().enumerate() {
-        store.write(id, &session(), unit as u32, 0, &content(unit as u32, bytes)).unwrap();
+        store.write(id, &session(), unit as u32, 0, &content(unit as u32, bytes))?;
     }
-    seal(store, id, sizes).unwrap()
+    seal(store, id, sizes)
 }
 
 pub(crate) fn effect(id: &InstanceId, fence: u64, units: std::ops::Range<u32>) -> UnitEffect {
@@ -169,6 +173,8 @@ pub(crate) struct Faults {
     for_good: AtomicBool,
     held: Mutex<bool>,
     let_go: Condvar,
+    /// Requests until all are held; negative when none is to be.
+    until_held: AtomicIsize,
 }
 
 impl Default for Faults {
@@ -179,6 +185,7 @@ impl Default for Faults {
             for_good: AtomicBool::new(false),
             held: Mutex::new(false),
             let_go: Condvar::new(),
+            until_held: AtomicIsize::new(-1),
         }
     }
 }
@@ -218,7 +225,20 @@ impl Faults {
         *self.held.lock().unwrap() = true;
     }
 
+    /// Every request after the next `after` ones waits, until [`Faults::release`].
+    pub(crate) fn hold_after(&self, after: isize) {
+        self.until_held.store(after, Ordering::SeqCst);
+    }
+
+    /// Counts a request, which may be the one from which on all are held.
+    pub(crate) fn come(&self) {
+        if self.until_held.load(Ordering::SeqCst) >= 0 && self.until_held.fetch_sub(1, Ordering::SeqCst) == 0 {
+            self.hold();
+        }
+    }
+
     pub(crate) fn release(&self) {
+        self.until_held.store(-1, Ordering::SeqCst);
         *self.held.lock().unwrap() = false;
         self.let_go.notify_all();
     }
@@ -246,6 +266,7 @@ impl ColdEngine for FaultyEngine {
     }
 
     fn submit(&self, mut request: IoRequest) {
+        self.faults.come();
         self.faults.pass();
         match self.faults.next() {
             None => self.inner.submit(request),

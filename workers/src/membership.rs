@@ -160,8 +160,20 @@ impl Membership {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }
 
-    /// Introduces the node once and does what follows from the answer.
+    /// Introduces the node and does what follows from the answer. What it has on a cold tier that outlives it is adopted once it is
+    /// known whose the tier is, and introduced as well.
     async fn hello(&self) -> Result<(), HelloError> {
+        self.say_hello().await?;
+        let store = Arc::clone(&self.store);
+        let adopted = blocking(move || store.adopt_own()).await?;
+        match adopted.map_err(|error| HelloError::ColdTier { reason: error.to_string() })? {
+            true => self.say_hello().await,
+            false => Ok(()),
+        }
+    }
+
+    /// Introduces the node once.
+    async fn say_hello(&self) -> Result<(), HelloError> {
         let store = Arc::clone(&self.store);
         let (cluster_id, seen, instances) =
             blocking(move || (store.cluster(), store.highest_seen(), store.instances())).await?;

@@ -48,6 +48,7 @@ pub struct Adoption {
 }
 
 /// What the node goes on with.
+#[derive(Default)]
 pub(super) struct Adopted {
     pub instances: BTreeMap<InstanceId, Arc<Instance>>,
     pub adoption: Adoption,
@@ -55,25 +56,41 @@ pub(super) struct Adopted {
     pub charges: Vec<Charge>,
 }
 
-/// Adopts what is on the tiers.
-pub(super) fn adopt(memory: &MemoryTier, cold: Option<&Arc<dyn ColdTier>>) -> Result<Adopted, PathError> {
-    let mut adoption = Adoption::default();
-    let mut charges = Vec::new();
-    let mut damaged = |adoption: &mut Adoption, damaged: DamagedFolder, charge: Charge| {
+impl Adopted {
+    /// Notes what can not be adopted, with the room that it keeps.
+    fn keep(&mut self, damaged: DamagedFolder, charge: Charge) {
         let (path, reason) = (damaged.path.display(), &damaged.reason);
         tracing::error!(%path, reason, "an instance can not be adopted; its bytes are kept");
-        adoption.damaged.push(damaged);
-        charges.push(charge);
-    };
-    let in_memory = scan_memory(memory, &mut adoption, &mut damaged)?;
-    let mut on_cold = match cold {
-        Some(cold) => cold.clone().scan()?,
-        None => Scan::default(),
-    };
-    for (folder, charge) in on_cold.damaged {
-        damaged(&mut adoption, folder, charge);
+        self.adoption.damaged.push(damaged);
+        self.charges.push(charge);
     }
-    let mut instances = BTreeMap::new();
+
+    fn take_cold(
+        &mut self,
+        memory: &MemoryTier,
+        cold: Option<&Arc<dyn ColdTier>>,
+        on_cold: Scan,
+    ) -> Result<(), PathError> {
+        for (folder, charge) in on_cold.damaged {
+            self.keep(folder, charge);
+        }
+        for (id, cold_copy) in on_cold.found {
+            let instance = adopt_instance(memory, cold, None, Some(cold_copy), &mut self.adoption)?;
+            self.instances.insert(id, instance);
+        }
+        self.adoption.instances = self.instances.len() as u32;
+        Ok(())
+    }
+}
+
+/// Adopts what is in memory, and what was found on the cold tier.
+pub(super) fn adopt(
+    memory: &MemoryTier,
+    cold: Option<&Arc<dyn ColdTier>>,
+    mut on_cold: Scan,
+) -> Result<Adopted, PathError> {
+    let mut adopted = Adopted::default();
+    let in_memory = scan_memory(memory, &mut adopted)?;
     for (id, memory_copy) in in_memory {
         let cold_copy = on_cold.found.remove(&id);
         let same = |(cold, _): &FoundReplica| {
@@ -85,25 +102,24 @@ pub(super) fn adopt(memory: &MemoryTier, cold: Option<&Arc<dyn ColdTier>>) -> Re
             let path = memory.instances().join(crate::memory_tier::instance_folder(&id));
             let reason = "the records of its two tiers are of different imports".to_owned();
             let charge = memory.budget().charge(used_bytes(&path)?);
-            damaged(&mut adoption, DamagedFolder { path, reason }, charge);
+            adopted.keep(DamagedFolder { path, reason }, charge);
             continue;
         }
-        let instance = adopt_instance(memory, cold, Some(memory_copy), cold_copy, &mut adoption)?;
-        instances.insert(id, instance);
+        let instance = adopt_instance(memory, cold, Some(memory_copy), cold_copy, &mut adopted.adoption)?;
+        adopted.instances.insert(id, instance);
     }
-    for (id, cold_copy) in on_cold.found {
-        let instance = adopt_instance(memory, cold, None, Some(cold_copy), &mut adoption)?;
-        instances.insert(id, instance);
-    }
-    adoption.instances = instances.len() as u32;
-    Ok(Adopted { instances, adoption, charges })
+    adopted.take_cold(memory, cold, on_cold)?;
+    Ok(adopted)
 }
 
-fn scan_memory(
-    memory: &MemoryTier,
-    adoption: &mut Adoption,
-    damaged: &mut impl FnMut(&mut Adoption, DamagedFolder, Charge),
-) -> Result<BTreeMap<InstanceId, Found>, PathError> {
+/// Adopts what was found on the cold tier of a node that has nothing in memory.
+pub(super) fn adopt_found(memory: &MemoryTier, cold: &Arc<dyn ColdTier>, on_cold: Scan) -> Result<Adopted, PathError> {
+    let mut adopted = Adopted::default();
+    adopted.take_cold(memory, Some(cold), on_cold)?;
+    Ok(adopted)
+}
+
+fn scan_memory(memory: &MemoryTier, adopted: &mut Adopted) -> Result<BTreeMap<InstanceId, Found>, PathError> {
     let folder = memory.instances();
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(&folder).on("list", &folder)? {
@@ -120,11 +136,11 @@ fn scan_memory(
             // Without a seal nothing was promised of it.
             Ok(None) => {
                 remove_folder(&path)?;
-                adoption.discarded_imports += 1;
+                adopted.adoption.discarded_imports += 1;
             }
             Err(reason) => {
                 let charge = memory.budget().charge(used_bytes(&path)?);
-                damaged(adoption, DamagedFolder { path, reason }, charge);
+                adopted.keep(DamagedFolder { path, reason }, charge);
             }
         }
     }
@@ -209,9 +225,10 @@ fn adopt_cold(
     held.iter().for_each(|&unit| state.units.set_cold(unit, true));
     lost.iter().copied().chain(lost_before).for_each(|unit| state.cold_lost.set(unit, true));
     state.cold_charge = Some(tier.budget().charge(bytes));
+    drop(state);
     adoption.cold_bytes += bytes;
     if !lost.is_empty()
-        && let Err(error) = instance.save_cold(&state)
+        && let Err(error) = instance.save_cold()
     {
         tracing::error!(%error, instance = %instance.id, "that cold units are lost can not be written down; the next start finds it again");
     }

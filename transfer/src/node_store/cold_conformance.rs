@@ -19,7 +19,7 @@ use crate::cold::{ColdTier, Progress};
 use crate::cold_bucket::BucketTier;
 use crate::cold_disk::DiskTier;
 use crate::cold_engine::{self, ColdEngine, EngineChoice};
-use crate::error::StoreError;
+use crate::error::{Mismatch, StoreError};
 use crate::layout::GroupLayout;
 use crate::testing::*;
 
@@ -71,10 +71,14 @@ impl World {
     }
 
     fn open_as(&self, name: &str, folders: &Folders) -> Arc<NodeStore> {
+        self.open_on(self.bucket.as_ref(), name, folders)
+    }
+
+    fn open_on(&self, bucket: Option<&Arc<TestStore>>, name: &str, folders: &Folders) -> Arc<NodeStore> {
         let mut options = folders.options();
         options.node = NodeId::new(name).unwrap();
         let store = NodeStore::open_with(&options, |options, node, incarnation| {
-            if let Some(bucket) = &self.bucket {
+            if let Some(bucket) = bucket {
                 let tier = BucketTier::on(bucket.bucket(), options.quota_bytes, node, incarnation)?;
                 return Ok(Arc::new(tier) as Arc<dyn ColdTier>);
             }
@@ -474,6 +478,99 @@ fn a_slow_peer_keeps_no_fence_from_rising_and_its_copy_ends_at_it() {
     });
 }
 
+#[test]
+fn a_peer_that_hangs_at_any_request_keeps_nobody_else_waiting() {
+    type Step = fn(&NodeStore, &InstanceId) -> Result<(), StoreError>;
+    let steps: [(&str, Step); 4] = [
+        ("copy", |store, id| to_cold(store, id, 3, UNITS).map(drop)),
+        ("give up a wrong copy", |store, id| {
+            to_cold(store, id, 3, 0..4)?;
+            let mismatch = Mismatch { unit: 3, expected: 1, found: 2 };
+            store.report_bad_cold(id, mismatch);
+            Ok(())
+        }),
+        ("delete units", |store, id| {
+            to_cold(store, id, 3, 0..4)?;
+            super::tests::delete(store, id, 3, UNITS).map(drop)
+        }),
+        ("delete all", |store, id| {
+            to_cold(store, id, 3, 0..4)?;
+            store.delete_instance(id, at(3), &Progress::default())
+        }),
+    ];
+    for engine in ENGINES {
+        for (name, step) in steps {
+            for after in 0.. {
+                let world = World::new(engine);
+                let store = world.open();
+                let (id, other) = (instance(1), instance(2));
+                import(&store, &id, &SIZES);
+                import(&store, &other, &SIZES);
+                world.faults.hold_after(after);
+                let working = std::thread::spawn({
+                    let (store, id) = (store.clone(), id.clone());
+                    move || step(&store, &id)
+                });
+                eventually("the step hangs or ends", || world.faults.is_held() || working.is_finished());
+                let held = world.faults.is_held();
+                let (done, asked) = std::sync::mpsc::channel();
+                std::thread::spawn({
+                    let (store, id) = (store.clone(), id.clone());
+                    move || {
+                        // What a node says of itself every second, and what other revisions and readers of memory ask for.
+                        let _ = (store.usage(), store.inventories(), store.highest_seen(), store.cluster());
+                        store.raise_fence(&other, at(7)).unwrap();
+                        // The instance itself may be on its way out.
+                        let _ = (store.raise_fence(&id, at(7)), store.describe(&id));
+                        if let Ok(reader) = store.reader(&id) {
+                            let _ = reader.hot(&ReadRange { unit: 3, offset: 0, bytes: SIZES[3] });
+                        }
+                        done.send(()).unwrap();
+                    }
+                });
+                let answered = asked.recv_timeout(Duration::from_secs(60));
+                world.faults.release();
+                assert!(answered.is_ok(), "{engine:?}, {name}, held after {after}: somebody waits for the peer");
+                // It ends well or at the fence that was raised meanwhile.
+                let _ = working.join().unwrap();
+                if !held {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_seal_that_waits_for_the_peer_keeps_nobody_else_waiting() {
+    on_every_engine(|world| {
+        let store = world.open();
+        world.faults.hold();
+        let sealing = std::thread::spawn({
+            let store = store.clone();
+            move || drop(import(&store, &instance(1), &SIZES))
+        });
+        let (done, asked) = std::sync::mpsc::channel();
+        std::thread::spawn({
+            let store = store.clone();
+            move || {
+                eventually("the import has begun", || !store.instances().is_empty());
+                // As often as it takes to meet the seal, which ends only once the peer answers.
+                for _ in 0..200 {
+                    let _ = (store.usage(), store.inventories(), store.describe(&instance(1)));
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                done.send(()).unwrap();
+            }
+        });
+        let answered = asked.recv_timeout(Duration::from_secs(60));
+        world.faults.release();
+        assert!(answered.is_ok(), "somebody waits for the seal");
+        sealing.join().unwrap();
+        check_readable(&store, &instance(1), &SIZES);
+    });
+}
+
 /// Only object storage outlives its node.
 mod buckets {
     use super::*;
@@ -730,5 +827,153 @@ mod buckets {
             assert_eq!(tiers, [ballast_schemas::frame::Tier::Memory]);
             check_readable(&store, &id, &SIZES);
         });
+    }
+
+    #[test]
+    fn a_node_takes_nothing_before_it_knows_whose_the_bucket_is() {
+        worlds(|world, bucket| {
+            let cluster = |name: &str| ballast_schemas::ClusterId::new(name).unwrap();
+            let (id, second, third) = (instance(1), Folders::new(), Folders::new());
+            let lives = world.open();
+            lives.set_cluster(&cluster("cluster-1")).unwrap();
+            import(&lives, &id, &SIZES);
+            to_cold(&lives, &id, 2, 0..4).unwrap();
+            let before = bucket.keys();
+            // A node of the same name that begins anew, and turns out to be of another cluster.
+            let stranger = world.open_as("node-1", &second);
+            assert_eq!(stranger.instances(), []);
+            assert!(!stranger.adopt_own().unwrap());
+            assert_eq!(code(stranger.set_cluster(&cluster("cluster-2"))), ErrorCode::Conflict);
+            drop(stranger);
+            assert_eq!(bucket.keys(), before);
+            release(&lives, &id, 3, 0..4).unwrap();
+            assert_eq!(check_readable(&lives, &id, &SIZES).cold.count(), 4);
+            drop(lives);
+            // One of this cluster adopts what it made before, once.
+            let again = world.open_as("node-1", &third);
+            assert_eq!(again.instances(), []);
+            again.set_cluster(&cluster("cluster-1")).unwrap();
+            assert!(again.adopt_own().unwrap() && !again.adopt_own().unwrap());
+            serve(&again);
+            assert_eq!(again.inventory(&id).unwrap().unwrap().cold.count(), 4);
+        });
+    }
+
+    #[test]
+    fn a_beginning_whose_answer_was_lost_is_gone_on_with_and_leaves_no_second_replica() {
+        for after in 0.. {
+            let world = World::new(Engine::BucketInMemory);
+            let bucket = world.bucket.clone().unwrap();
+            let (id, second) = (instance(1), Folders::new());
+            let first = world.open();
+            import(&first, &id, &SIZES);
+            to_cold(&first, &id, 2, UNITS).unwrap();
+            let other = world.open_as("node-2", &second);
+            other.adopt_from(&away("node-1")).unwrap();
+            serve(&other);
+            // The first finds out, and begins a replica of its own, with requests whose answers get lost.
+            bucket.lose_answers(after);
+            let mut copied = to_cold(&first, &id, 3, UNITS);
+            let came = bucket.lose_answers(-1);
+            if copied.is_err() {
+                copied = to_cold(&first, &id, 4, UNITS);
+            }
+            copied.unwrap();
+            release(&first, &id, 5, UNITS).unwrap();
+            drop(first);
+            world.lose_memory();
+            let first = world.open();
+            assert_eq!(first.adoption().damaged, [], "after {after}");
+            assert!(check_readable(&first, &id, &SIZES).cold.is_full(), "after {after}");
+            assert!(check_readable(&other, &id, &SIZES).cold.is_full(), "after {after}");
+            if !came {
+                assert!(after > 4, "each answer got lost once: {after}");
+                break;
+            }
+        }
+    }
+
+    #[test]
+    fn of_two_replicas_of_one_instance_the_fuller_one_is_adopted_and_the_other_kept() {
+        worlds(|world, bucket| {
+            let (id, second) = (instance(1), Folders::new());
+            let earlier = world.open();
+            import(&earlier, &id, &SIZES);
+            to_cold(&earlier, &id, 2, 0..2).unwrap();
+            // A later run of the same name, on another machine, takes it; the earlier one makes another.
+            let later = world.open_as("node-1", &second);
+            to_cold(&earlier, &id, 3, UNITS).unwrap();
+            release(&earlier, &id, 3, UNITS).unwrap();
+            drop((earlier, later));
+            world.lose_memory();
+            let store = world.open();
+            assert!(check_readable(&store, &id, &SIZES).cold.is_full());
+            assert_eq!(store.adoption().damaged.len(), 1, "{:?}", store.adoption());
+            let records = bucket.keys().iter().filter(|key| key.ends_with("/records")).count();
+            assert_eq!(records, 2, "nothing is removed");
+        });
+    }
+
+    #[test]
+    fn an_earlier_run_takes_nothing_from_a_later_one_of_its_name() {
+        worlds(|world, _| {
+            let (id, second) = (instance(1), Folders::new());
+            let earlier = world.open();
+            let later = world.open_as("node-1", &second);
+            import(&later, &id, &SIZES);
+            to_cold(&later, &id, 2, UNITS).unwrap();
+            assert_eq!(earlier.adopt_from(&away("node-3")).unwrap(), []);
+            release(&later, &id, 3, UNITS).unwrap();
+            assert!(check_readable(&later, &id, &SIZES).cold.is_full());
+        });
+    }
+
+    #[test]
+    fn a_seal_during_which_a_later_run_starts_counts_wholly_or_not_at_all() {
+        for after in 0.. {
+            let world = World::new(Engine::BucketInMemory);
+            let (id, second, third) = (instance(1), Folders::new(), Folders::new());
+            let earlier = world.open();
+            world.faults.hold_after(after);
+            let sealing = std::thread::spawn({
+                let (earlier, id) = (earlier.clone(), id.clone());
+                move || try_import(&earlier, &id, &SIZES)
+            });
+            eventually("the seal hangs or ends", || world.faults.is_held() || sealing.is_finished());
+            let held = world.faults.is_held();
+            // The later run is not held: it looks at the bucket while the earlier one waits.
+            let later = world.open_on(Some(&world.bucket.as_ref().unwrap().unhindered()), "node-1", &second);
+            world.faults.release();
+            let sealed = sealing.join().unwrap();
+            drop(later);
+            if sealed.is_ok() {
+                // Whatever is copied then is found by the next run, with no memory left.
+                to_cold(&earlier, &id, 2, UNITS).unwrap();
+                release(&earlier, &id, 2, UNITS).unwrap();
+                drop(earlier);
+                let next = world.open_as("node-1", &third);
+                assert!(check_readable(&next, &id, &SIZES).cold.is_full(), "after {after}");
+            }
+            if !held {
+                assert!(after > 4, "each request of the seal was held once: {after}");
+                break;
+            }
+        }
+    }
+
+    #[test]
+    fn a_listing_of_what_is_not_there_ends_in_an_error() {
+        let world = World::new(Engine::BucketInMemory);
+        let bucket = world.bucket.clone().unwrap();
+        let store = world.open();
+        let id = instance(1);
+        cold(&store, &id);
+        drop(store);
+        let key = bucket.keys().into_iter().find(|key| key.contains("/index/")).unwrap();
+        bucket.hide(&key);
+        let node = NodeId::new("node-1").unwrap();
+        let tier = Arc::new(BucketTier::on(bucket.bucket(), None, &node, uuid::Uuid::now_v7()).unwrap());
+        let error = tier.scan().unwrap_err().to_string();
+        assert!(error.contains("lists it"), "{error}");
     }
 }

@@ -35,10 +35,10 @@ impl NodeStore {
                 state.units.clear_hot(unit);
                 state.units.set_cold(unit, false);
             }
-            // First what a restart would believe, then the bytes.
-            instance.save(&state)?;
             cold
         };
+        // First what a restart would believe, then the bytes.
+        instance.save()?;
         self.free_cold(&instance, &cold_before)?;
         progress.add_bytes(instance.padded_bytes(&units));
         let freed = instance.free_unguarded(&units, effect.fence)?;
@@ -106,14 +106,12 @@ impl NodeStore {
         instance.check_served()?;
         instance.obey(fence)?;
         instance.let_go()?;
-        let mut state = lock(&instance.state);
-        if !state.deleting {
-            state.deleting = true;
-            if let Err(error) = instance.save(&state) {
-                state.deleting = false;
-                return Err(error);
-            }
+        let had_begun = std::mem::replace(&mut lock(&instance.state).deleting, true);
+        if !had_begun && let Err(error) = instance.save() {
+            lock(&instance.state).deleting = false;
+            return Err(error);
         }
+        let state = lock(&instance.state);
         // A writer that had begun ends within one piece. One that does not has its segment unlinked under it, which
         // hurts nobody.
         drop(instance.wait_until(state, WRITERS_WAIT, |state| state.writers == 0));

@@ -536,17 +536,19 @@ impl Instance {
         }
         let SealDocument { manifest, reference, affinity } = document;
         let seal = SealRecord { session_id: self.session_id.clone(), manifest: reference, affinity };
-        let state = lock(&self.state);
         let layout = LayoutRecord {
             instance: self.id.clone(),
             session_id: self.session_id.clone(),
             unit_sizes: self.layout.unit_sizes(),
         };
         let sealed = Sealed(InstanceRecords { layout, seal, manifest });
+        let _order = lock(&self.saving);
         if let Some(replica) = &self.cold {
-            let begun = replica.begin(&sealed.0, &cold_record(&state));
+            let record = cold_record(&lock(&self.state));
+            let begun = replica.begin(&sealed.0, &record);
             begun.map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
         }
+        let state = lock(&self.state);
         // The seal record is the last one: without it the import is discarded at the next start.
         let count = self.layout.unit_count();
         let record = StateRecord {

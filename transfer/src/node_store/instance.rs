@@ -70,6 +70,9 @@ pub(super) struct Instance {
     pub cold: Option<Box<dyn ColdReplica>>,
     /// Held by the effect that is being carried out.
     pub queue: Mutex<()>,
+    /// Held while the state is written to the cold tier, from the look at it on, so that an older one never follows a newer one.
+    /// Taken after `queue` and before `state`, which is not held meanwhile: a cold tier may take a minute to answer.
+    pub saving: Mutex<()>,
     pub state: Mutex<State>,
     /// Told when a writer ends or a guard goes.
     pub eased: Condvar,
@@ -99,6 +102,7 @@ impl Instance {
             cold,
             memory_folder,
             queue: Mutex::new(()),
+            saving: Mutex::new(()),
             state: Mutex::new(state),
             eased: Condvar::new(),
             writes: Mutex::new(super::import::Writes::new(&layout)),
@@ -148,17 +152,23 @@ impl Instance {
         self.layout.runs(units.iter().copied())
     }
 
-    /// Obeys a fence or refuses it. A higher one is durable on both tiers before this returns.
+    /// Obeys a fence or refuses it. A higher one is durable before this returns: in memory, and on a cold tier that writes
+    /// it at once.
     pub(super) fn obey(&self, fence: LogPosition) -> Result<(), StoreError> {
+        let on_cold = self.cold.as_deref().filter(|cold| cold.writes_fences_at_once());
+        let _order = on_cold.map(|_| lock(&self.saving));
         let mut state = lock(&self.state);
-        if let FenceStep::Raise(fence) = check_fence(state.fence, fence)? {
-            let before = std::mem::replace(&mut state.fence, fence);
-            if let Err(error) = self.save(&state) {
-                state.fence = before;
-                return Err(error);
-            }
+        let FenceStep::Raise(fence) = check_fence(state.fence, fence)? else { return Ok(()) };
+        let before = std::mem::replace(&mut state.fence, fence);
+        let written = match on_cold.filter(|_| state.sealed.is_some()) {
+            Some(cold) => self.write_cold(cold, &cold_record(&state)),
+            None => Ok(()),
+        };
+        let saved = written.and_then(|()| self.save_memory(&state));
+        if saved.is_err() {
+            state.fence = before;
         }
-        Ok(())
+        saved
     }
 
     /// Whether a fence is still the highest one.
@@ -166,10 +176,10 @@ impl Instance {
         lock(&self.state).fence <= fence
     }
 
-    /// Makes the state durable: on disk first, where it survives more. Before the seal there is nothing on disk.
-    pub(super) fn save(&self, state: &State) -> Result<(), StoreError> {
-        self.save_cold(state)?;
-        self.save_memory(state)
+    /// Makes the state durable: on the cold tier first, where it survives more. Before the seal there is nothing there.
+    pub(super) fn save(&self) -> Result<(), StoreError> {
+        self.save_cold()?;
+        self.save_memory(&lock(&self.state))
     }
 
     pub(super) fn save_memory(&self, state: &State) -> Result<(), StoreError> {
@@ -183,9 +193,34 @@ impl Instance {
             .map_err(|error| StoreError::on_tier(Tier::Memory, error))
     }
 
-    pub(super) fn save_cold(&self, state: &State) -> Result<(), StoreError> {
-        let (Some(cold), Some(_)) = (&self.cold, &state.sealed) else { return Ok(()) };
-        cold.save(&cold_record(state)).map_err(|error| StoreError::on_tier(Tier::Cold, error))
+    /// Writes the state to the cold tier. The caller does not hold the state.
+    pub(super) fn save_cold(&self) -> Result<(), StoreError> {
+        self.change_cold(|_| {}, |_| {})
+    }
+
+    /// Writes the state to the cold tier with a change that is nobody's to see before it is durable, and then makes it.
+    pub(super) fn change_cold(
+        &self,
+        change: impl FnOnce(&mut StateRecord),
+        then: impl FnOnce(&mut State),
+    ) -> Result<(), StoreError> {
+        let Some(cold) = self.cold.as_deref() else { return Ok(()) };
+        let _order = lock(&self.saving);
+        let mut record = {
+            let state = lock(&self.state);
+            if state.sealed.is_none() {
+                return Ok(());
+            }
+            cold_record(&state)
+        };
+        change(&mut record);
+        self.write_cold(cold, &record)?;
+        then(&mut lock(&self.state));
+        Ok(())
+    }
+
+    fn write_cold(&self, cold: &dyn ColdReplica, record: &StateRecord) -> Result<(), StoreError> {
+        cold.save(record).map_err(|error| StoreError::on_tier(Tier::Cold, error))
     }
 
     /// Waits until the state has `done`, for at most `wait`. Tells whether it has.

@@ -27,6 +27,7 @@ mod space_tests;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use ballast_schemas::frame::Tier;
@@ -40,7 +41,7 @@ pub(crate) use import::SealDocument;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
 use crate::budget::{Charge, Usage};
-use crate::cold::{self, ColdOptions, ColdReport, ColdTier, ColdTierError};
+use crate::cold::{self, ColdOptions, ColdReport, ColdTier, ColdTierError, Scan};
 use crate::error::StoreError;
 use crate::folder::PathError;
 use crate::memory_tier::{MemoryOptions, MemoryReport, MemoryTier, MemoryTierError, instance_folder};
@@ -110,8 +111,12 @@ pub struct NodeStore {
     instances: RwLock<BTreeMap<InstanceId, Arc<Instance>>>,
     tombstones: Mutex<BTreeMap<InstanceId, LogPosition>>,
     adoption: Adoption,
+    /// What is on the cold tier is not adopted yet, because it is not known whether the node is of the tier's cluster.
+    cold_waits: Mutex<bool>,
+    /// A cluster has taken this run of the node in.
+    is_member: AtomicBool,
     /// Bytes of folders that could not be adopted and are kept.
-    _damaged: Vec<Charge>,
+    damaged: Mutex<Vec<Charge>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -146,7 +151,14 @@ impl NodeStore {
             (Some(memory), Some(cold)) if memory != cold => return Err(OpenError::TwoClusters { memory, cold }),
             (memory, cold) => cold.or(memory),
         };
-        let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref())?;
+        // What outlives its node may be another cluster's, with a node of the same name that lives.
+        let is_new_here = cold.as_ref().is_some_and(|cold| cold.outlives_node() && cold.cluster().is_some());
+        let cold_waits = is_new_here && memory.identity().cluster.is_none();
+        let found = match &cold {
+            Some(cold) if !cold_waits => cold.clone().scan()?,
+            _ => Scan::default(),
+        };
+        let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref(), found)?;
         instances.values().for_each(|instance| instance.guard(memory.objects()));
         Ok(Arc::new(Self {
             node: options.node.clone(),
@@ -157,8 +169,31 @@ impl NodeStore {
             instances: RwLock::new(instances),
             tombstones: Mutex::default(),
             adoption,
-            _damaged: charges,
+            cold_waits: Mutex::new(cold_waits),
+            is_member: AtomicBool::new(false),
+            damaged: Mutex::new(charges),
         }))
+    }
+
+    /// Adopts what the node has on a cold tier that outlives it, where that waited for [`NodeStore::set_cluster`]: a node that
+    /// begins anew can not know before whose the tier is. Tells whether there was anything.
+    ///
+    /// # Errors
+    /// When the tier does not answer; asking again goes on.
+    pub fn adopt_own(&self) -> Result<bool, StoreError> {
+        let mut waits = lock(&self.cold_waits);
+        let Some(cold) = self.cold.as_ref().filter(|_| *waits && self.is_member.load(Ordering::SeqCst)) else {
+            return Ok(false);
+        };
+        let on_tier = |error| StoreError::on_tier(Tier::Cold, error);
+        let found = cold.clone().scan().map_err(on_tier)?;
+        let adopted = adoption::adopt_found(&self.memory, cold, found).map_err(on_tier)?;
+        *waits = false;
+        lock(&self.damaged).extend(adopted.charges);
+        adopted.instances.values().for_each(|instance| instance.guard(self.memory.objects()));
+        let instances = adopted.adoption.instances;
+        self.write_instances().extend(adopted.instances);
+        Ok(instances > 0)
     }
 
     /// Takes over the cold replicas of nodes that are away, where this node holds nothing of the instance and they outlive their
@@ -248,18 +283,22 @@ impl NodeStore {
     /// # Errors
     /// When it belongs to another one, or the folders can not be written.
     pub fn set_cluster(&self, cluster: &ClusterId) -> Result<(), StoreError> {
-        let mut current = lock(&self.cluster);
-        match current.as_ref() {
+        let check = |current: &Option<ClusterId>| match current {
             Some(expected) if expected != cluster => {
-                return Err(StoreError::OtherCluster { expected: expected.clone(), found: cluster.clone() });
+                Err(StoreError::OtherCluster { expected: expected.clone(), found: cluster.clone() })
             }
-            _ => {}
-        }
+            _ => Ok(()),
+        };
+        check(&lock(&self.cluster))?;
+        // Not under the lock: the tier may take its time, and the node's status says the cluster.
         if let Some(cold) = &self.cold {
             cold.set_cluster(cluster)?;
         }
+        let mut current = lock(&self.cluster);
+        check(&current)?;
         self.memory.set_cluster(cluster)?;
         *current = Some(cluster.clone());
+        self.is_member.store(true, Ordering::SeqCst);
         Ok(())
     }
 

@@ -15,6 +15,7 @@ use crate::error::{Mismatch, StoreError};
 use crate::folder::OnPath;
 use crate::guard::FenceRefused;
 use crate::layout::Run;
+use crate::record::StateRecord;
 use crate::segment::{lock_out_readers, punch};
 
 /// How often a segment is asked whether its readers are gone. The kernel tells nobody when a lock goes with a mapping.
@@ -73,21 +74,23 @@ impl NodeStore {
             return Err(failure);
         }
         replica.mark(&runs);
-        let mut state = lock(&instance.state);
-        for &unit in &wanted {
-            state.units.set_cold(unit, true);
-            state.cold_lost.set(unit, false);
-            state.verified.set(unit, true);
-        }
-        if let Err(error) = instance.save_cold(&state) {
-            wanted.iter().for_each(|&unit| state.units.set_cold(unit, false));
-            return Err(error);
-        }
-        match &mut state.cold_charge {
-            Some(all) => all.absorb(charge),
-            none => *none = Some(charge),
-        }
-        drop(state);
+        let durable = |record: &mut StateRecord| {
+            for &unit in &wanted {
+                record.held.set(unit, true);
+                record.resident.set(unit, true);
+            }
+        };
+        instance.change_cold(durable, |state| {
+            for &unit in &wanted {
+                state.units.set_cold(unit, true);
+                state.cold_lost.set(unit, false);
+                state.verified.set(unit, true);
+            }
+            match &mut state.cold_charge {
+                Some(all) => all.absorb(charge),
+                none => *none = Some(charge),
+            }
+        })?;
         progress.add_units(wanted.len() as u32);
         Ok(self.inventory_of(&instance))
     }
@@ -333,15 +336,18 @@ impl Instance {
             return Ok(());
         }
         tracing::warn!(instance = %self.id, "the cold replica is another's now; a new one is begun");
-        let mut state = lock(&self.state);
-        (0..self.layout.unit_count()).for_each(|unit| state.units.set_cold(unit, false));
-        state.cold_lost = Bitmap::empty(self.layout.unit_count());
-        state.verified = Bitmap::empty(self.layout.unit_count());
-        if let Some(charge) = &mut state.cold_charge {
-            drop(charge.split(charge.bytes()));
-        }
-        replica.start_over();
-        replica.begin(&sealed.0, &cold_record(&state)).map_err(failed)
+        let _order = lock(&self.saving);
+        let record = {
+            let mut state = lock(&self.state);
+            (0..self.layout.unit_count()).for_each(|unit| state.units.set_cold(unit, false));
+            state.cold_lost = Bitmap::empty(self.layout.unit_count());
+            state.verified = Bitmap::empty(self.layout.unit_count());
+            if let Some(charge) = &mut state.cold_charge {
+                drop(charge.split(charge.bytes()));
+            }
+            cold_record(&state)
+        };
+        replica.start_over().and_then(|()| replica.begin(&sealed.0, &record)).map_err(failed)
     }
 
     /// Before a deletion: a replica that is another node's now is not this one's to delete.
@@ -423,8 +429,8 @@ impl Instance {
         if let Some(charge) = &mut state.cold_charge {
             drop(charge.split(bytes));
         }
-        let saved = self.save_cold(&state);
         drop(state);
+        let saved = self.save_cold();
         replica.discard(&self.runs(&lost));
         saved
     }
