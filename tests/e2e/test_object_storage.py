@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import time
 
 import pytest
 
@@ -78,6 +79,51 @@ def test_a_revision_survives_the_loss_of_every_node(site, storage, prefix, model
     site.get_identical(name_of(which), model, scratch / "hot")
     site.empty(which)
     assert storage.keys(prefix, "/packs/") == []
+
+
+def test_a_node_that_was_only_silent_comes_back_and_everything_can_be_done_again(site, storage, prefix, model, fresh, scratch):
+    which = fresh()
+    put_cold(site, model, which)
+    site.cli.json("migrate", name_of(which), "mixed", "--hot-ratio", "0.5", "--wait")
+    [silent] = site.cluster.transfer_workers
+    other = site.cluster.new_transfer_worker("other")
+    other.start()
+    silent.pause()
+    try:
+        site.becomes(which, "DEGRADED")
+        site.becomes(which, "READY", 120)
+        site.get_identical(name_of(which), model, scratch / "other")
+    finally:
+        silent.resume()
+    # What it frees from now on it has on a replica of its own: the one before is the other's.
+    site.cli.json("migrate", name_of(which), "hot", "--wait")
+    site.get_identical(name_of(which), model, scratch / "hot")
+    site.cli.json("migrate", name_of(which), "cold", "--wait")
+    site.get_identical(name_of(which), model, scratch / "cold")
+    other.kill()
+    wait_until(lambda: [node["endpoint"]["node"] for node in site.verbs.steady("status")["nodes"]] == ["node-0"], 60, "the other is gone")
+    site.becomes(which, "READY")
+    assert all(not check["cold"]["wrong"] for check in site.cli.json("verify", name_of(which)))
+
+
+def test_a_bucket_that_is_away_takes_no_node_with_it(site, storage, model, fresh, scratch):
+    which, other = fresh(), fresh()
+    site.put(model, name_of(which))
+    site.put(model, name_of(other))
+    storage.refuse_every = 1
+    started = storage.refused
+    operation = site.cli.json("migrate", name_of(which), "cold")["operation_id"]
+    wait_until(lambda: storage.refused > started, 60, "the bucket is asked")
+    # For longer than a node may say nothing.
+    listened = time.monotonic() + 12
+    while time.monotonic() < listened:
+        assert [node["endpoint"]["node"] for node in site.verbs.steady("status")["nodes"]] == ["node-0"]
+        assert site.verbs.metadata(which)["availability"] == "READY"
+        site.get_identical(name_of(other), model, scratch / f"out-{time.monotonic()}")
+    site.get_identical(name_of(which), model, scratch / "meanwhile")
+    storage.refuse_every = None
+    assert site.operation_ends(operation, 180)["status"] == "SUCCEEDED"
+    site.get_identical(name_of(which), model, scratch / "cold")
 
 
 def test_a_node_that_lost_its_memory_finds_its_copies_in_the_bucket(site, model, fresh, scratch):
