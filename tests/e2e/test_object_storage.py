@@ -191,6 +191,9 @@ def test_no_log_holds_a_secret(site, storage, model, fresh):
     wrong = site.cluster.new_transfer_worker("wrong", env={"AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
     with pytest.raises(Exception, match="s3://weights/"):
         wrong.start()
+    inside = site.cluster.new_transfer_worker("inside", env={"AWS_ENDPOINT_URL": f"http://key:{SECRET}@127.0.0.1:1"})
+    with pytest.raises(Exception, match="the endpoint holds an @"):
+        inside.start()
     for arguments in (["--cold-url", f"s3://key:{SECRET}@weights/a"], ["--cold-url", "https://weights/a"]):
         code, error, text = site.cli.refusal("transfer-worker", "--memory", "64MiB", *arguments)
         assert code == 11 and "s3://<bucket>" in str(error) + text
