@@ -315,7 +315,7 @@ class Cluster:
     folders under `folder`."""
 
     def __init__(self, folder, binary, *, servers=1, gateways=1, workflow_workers=1, transfer_workers=1, memory_bytes=1 << 30,
-                 cold=True, cold_quota_bytes=None, cold_folder=None, worker_env=None, gateway_options=()):
+                 cold=True, cold_quota_bytes=None, cold_folder=None, cold_url=None, worker_env=None, gateway_options=()):
         self.folder = pathlib.Path(folder)
         self.binary = pathlib.Path(binary)
         ports = [free_port() for _ in range(servers)]
@@ -336,7 +336,11 @@ class Cluster:
         self.gateways = [self._service(f"gateway-{n}", "gateway", "--id", f"gateway-{n}", *gateway_options) for n in range(gateways)]
         self.workflow_workers = [self.new_workflow_worker(f"workflow-{n}", self.worker_env) for n in range(workflow_workers)]
         self.transfer_workers = []
+        self.memory_bytes, self.cold_url = memory_bytes, cold_url
         for n in range(transfer_workers):
+            if cold_url:
+                self.new_transfer_worker(f"node-{n}")
+                continue
             memory = MemoryFolder(self.folder)
             self.memory_folders.append(memory)
             self.memory_dirs.append(memory.path)
@@ -366,6 +370,17 @@ class Cluster:
     def new_workflow_worker(self, name, env=None):
         """A further workflow worker, not started; `env` is added to its environment."""
         return self._service(name, "workflow-worker", "--id", name, env=env)
+
+    def new_transfer_worker(self, name, env=None):
+        """A further node with an empty memory folder and the cold tier in object storage, not started; `env` is added to its
+        environment."""
+        memory = MemoryFolder(self.folder)
+        self.memory_folders.append(memory)
+        self.memory_dirs.append(memory.path)
+        worker = self._service(name, "transfer-worker", "--name", name, "--memory", self.memory_bytes, "--memory-dir", memory.path,
+                               "--cold-url", self.cold_url, env={**self.worker_env, **(env or {})})
+        self.transfer_workers.append(worker)
+        return worker
 
     @property
     def services(self):

@@ -208,6 +208,16 @@ pub struct ConfigArgs {
     pub set: Vec<(String, String)>,
 }
 
+/// A cold tier in object storage.
+#[derive(Debug, Args)]
+pub struct BucketArgs {
+    /// Keep the cold tier in object storage instead: s3://BUCKET[/PREFIX], the same for every node of a cluster. Copies there outlive
+    /// the node: another takes them over. Also key `cold_url` of the configuration file. Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    /// AWS_REGION, AWS_ENDPOINT_URL and their kin.
+    #[arg(long, env = "BALLAST_COLD_URL", hide_env_values = true, conflicts_with = "cold", value_name = "URL")]
+    pub cold_url: Option<String>,
+}
+
 /// `ballast dev`.
 #[derive(Debug, Args)]
 pub struct DevArgs {
@@ -223,6 +233,8 @@ pub struct DevArgs {
     /// Folder of the cold tier; by default `cold` in the data folder.
     #[arg(long, value_name = "DIR")]
     pub cold: Option<PathBuf>,
+    #[command(flatten)]
+    pub bucket: BucketArgs,
     /// Port of the NATS server; by default 4222, or the port this data folder used before; 0 picks a free one.
     #[arg(long, value_name = "PORT")]
     pub port: Option<u16>,
@@ -293,12 +305,18 @@ pub struct TransferWorkerArgs {
     /// Folder of the memory tier, on tmpfs; by default one under /dev/shm.
     #[arg(long, value_name = "DIR")]
     pub memory_dir: Option<PathBuf>,
-    /// Folder of the cold tier, on local disk; without it nothing can be demoted.
+    /// Folder of the cold tier, on local disk; without it (and without --cold-url) nothing can be demoted.
     #[arg(long, value_name = "DIR")]
     pub cold: Option<PathBuf>,
-    /// Most bytes the cold tier may take; by default what its file system has.
+    #[command(flatten)]
+    pub bucket: BucketArgs,
+    /// Most bytes the cold tier may take; by default what its file system has, or 1 PiB of a bucket.
     #[arg(long, value_parser = size, value_name = "SIZE")]
     pub cold_quota: Option<u64>,
+    /// YAML file with settings, the same for all services of a cluster; of these, `cold_url` is a node's own. Flags and environment
+    /// variables go before it.
+    #[arg(long, env = "BALLAST_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// Unix socket for readers and writers on this host; by default in the memory folder.
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,

@@ -14,14 +14,14 @@ use ballast_journal::{
     RestoreFrom, ServerOptions, StartServerError, StreamOptions, Streams, connect, open_streams,
 };
 use ballast_schemas::{BallastError, ErrorCode, NodeId, ReplicaId, WorkerId};
-use ballast_transfer::{ColdOptions, EngineChoice, FolderIdentity, HugePages, MemoryOptions};
+use ballast_transfer::{BucketUrl, ColdOptions, ColdPlace, EngineChoice, FolderIdentity, HugePages, MemoryOptions};
 use ballast_workers::{NodeReport, TransferWorker, TransferWorkerOptions, WorkflowWorker, WorkflowWorkerOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::args::{DevArgs, GatewayArgs, TransferWorkerArgs, WorkflowWorkerArgs};
+use crate::args::{BucketArgs, DevArgs, GatewayArgs, TransferWorkerArgs, WorkflowWorkerArgs};
 use crate::output::{self, Output};
 use crate::settings::{self, Given};
 
@@ -183,7 +183,7 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: args.memory_dir.unwrap_or_else(|| Path::new("/dev/shm").join(format!("ballast-{node}"))),
-        cold_dir: args.cold,
+        cold: cold_place(args.cold, &args.bucket, args.config.as_deref())?,
         cold_quota_bytes: args.cold_quota,
     };
     let mut options = transfer_options(client, node.clone(), tiers)?;
@@ -204,8 +204,24 @@ pub async fn transfer_worker(nats: &str, args: TransferWorkerArgs, out: Output) 
 struct Tiers {
     memory_bytes: u64,
     memory_dir: PathBuf,
-    cold_dir: Option<PathBuf>,
+    cold: Option<ColdPlace>,
     cold_quota_bytes: Option<u64>,
+}
+
+/// Where the cold tier is, if there is one: a folder that was named, before what a configuration file says. The address is parsed
+/// here and not by the command line, which would repeat what it can not parse, secrets included.
+fn cold_place(
+    folder: Option<PathBuf>,
+    bucket: &BucketArgs,
+    config: Option<&Path>,
+) -> Result<Option<ColdPlace>, BallastError> {
+    let on_disk = |folder| ColdPlace::Disk { folder, engine: EngineChoice::Auto };
+    if folder.is_some() {
+        return Ok(folder.map(on_disk));
+    }
+    let Some(url) = settings::cold_url(bucket.cold_url.as_deref(), config)? else { return Ok(None) };
+    let url = url.parse::<BucketUrl>().map_err(|error| BallastError::invalid(format!("cold_url: {error}")))?;
+    Ok(Some(ColdPlace::Bucket(url)))
 }
 
 fn transfer_options(
@@ -213,15 +229,11 @@ fn transfer_options(
     node: NodeId,
     tiers: Tiers,
 ) -> Result<TransferWorkerOptions, BallastError> {
-    if let Some(cold) = &tiers.cold_dir {
-        make_folder("cold", "--cold", cold)?;
+    if let Some(ColdPlace::Disk { folder, .. }) = &tiers.cold {
+        make_folder("cold", "--cold", folder)?;
     }
     let socket = socket_of(&node, &tiers.memory_dir);
-    let cold = tiers.cold_dir.map(|folder| ColdOptions {
-        folder,
-        quota_bytes: tiers.cold_quota_bytes,
-        engine: EngineChoice::Auto,
-    });
+    let cold = tiers.cold.map(|place| ColdOptions { place, quota_bytes: tiers.cold_quota_bytes });
     Ok(TransferWorkerOptions {
         client,
         node,
@@ -256,7 +268,7 @@ fn report_json(report: &NodeReport) -> serde_json::Value {
     let cold = report
         .cold
         .as_ref()
-        .map(|cold| json!({"folder": cold.folder, "quota_bytes": cold.quota_bytes, "engine": cold.engine}));
+        .map(|cold| json!({"folder": cold.place, "quota_bytes": cold.quota_bytes, "engine": cold.engine}));
     json!({
         "memory": {"bytes": report.memory_bytes, "folder": report.memory_folder, "kind": report.memory_kind},
         "cold": cold,
@@ -269,8 +281,8 @@ fn report_json(report: &NodeReport) -> serde_json::Value {
 
 fn report_text(report: &NodeReport) -> String {
     let cold = match &report.cold {
-        Some(cold) => format!("{} in {}, {}", output::bytes(cold.quota_bytes), cold.folder.display(), cold.engine),
-        None => "none: nothing can be demoted (give --cold DIR)".to_owned(),
+        Some(cold) => format!("{} in {}, {}", output::bytes(cold.quota_bytes), cold.place.display(), cold.engine),
+        None => "none: nothing can be demoted (give --cold DIR or --cold-url URL)".to_owned(),
     };
     let unix = report.unix_socket.as_ref().map_or_else(|| "none".to_owned(), |path| path.display().to_string());
     format!(
@@ -454,7 +466,8 @@ async fn dev_services(
     let tiers = Tiers {
         memory_bytes: args.memory,
         memory_dir: memory_dir(args, data),
-        cold_dir: Some(cold_dir_of(args, data)),
+        cold: cold_place(args.cold.clone(), &args.bucket, args.config.config.as_deref())?
+            .or_else(|| Some(ColdPlace::Disk { folder: cold_dir_of(args, data), engine: EngineChoice::Auto })),
         cold_quota_bytes: None,
     };
     let transfer =

@@ -1,7 +1,9 @@
 //! Where a service's settings come from: a flag, before the environment, before a file (RFC, Configuration). They are what a new
-//! cluster is created with. A cluster that exists keeps its own, and a service that was given others says so.
+//! cluster is created with. A cluster that exists keeps its own, and a service that was given others says so. What is a node's
+//! own may stand in the same file.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use ballast_schemas::{BallastError, Setting, Settings};
 use ballast_workflows::State;
@@ -11,6 +13,9 @@ use crate::args::ConfigArgs;
 
 /// Environment variables that begin like this are settings, whatever follows.
 const OURS: [&str; 2] = ["BALLAST_WEIGHT_", "BALLAST_DEFAULT_WEIGHT_"];
+
+/// The key of a node's own setting in the file: where its cold tier is in object storage.
+const COLD_URL: &str = "cold_url";
 
 /// What was given, and what it makes of the defaults.
 #[derive(Debug)]
@@ -22,17 +27,49 @@ pub struct Given {
 
 /// Reads every source. An unknown key or an impossible value is refused by name.
 pub fn given(args: &ConfigArgs) -> Result<Given, BallastError> {
-    let file = match &args.config {
-        Some(path) => {
-            let text = std::fs::read_to_string(path).map_err(|error| {
-                BallastError::invalid(format!("the configuration file {} can not be read: {error}", path.display()))
-            })?;
-            Some((path.display().to_string(), text))
-        }
-        None => None,
-    };
+    let file = args.config.as_deref().map(read).transpose()?;
     let file = file.as_ref().map(|(path, text)| (path.as_str(), text.as_str()));
     layered(file, std::env::vars(), &args.set).map_err(BallastError::invalid)
+}
+
+/// Where a node's cold tier is in object storage, if it is: what the flag or the environment says, before the file.
+pub fn cold_url(given: Option<&str>, config: Option<&Path>) -> Result<Option<String>, BallastError> {
+    match (given, config) {
+        (Some(url), _) => Ok(Some(url.to_owned())),
+        (None, Some(path)) => {
+            let (path, text) = read(path)?;
+            cold_url_in(&path, &text).map_err(BallastError::invalid)
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+fn read(path: &Path) -> Result<(String, String), BallastError> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        BallastError::invalid(format!("the configuration file {} can not be read: {error}", path.display()))
+    })?;
+    Ok((path.display().to_string(), text))
+}
+
+fn keys_of(path: &str, text: &str) -> Result<BTreeMap<String, Value>, String> {
+    let keys: Option<BTreeMap<String, Value>> =
+        serde_saphyr::from_str(text).map_err(|error| format!("the configuration file {path} is wrong: {error}"))?;
+    Ok(keys.unwrap_or_default())
+}
+
+fn cold_url_in(path: &str, text: &str) -> Result<Option<String>, String> {
+    let mut keys = keys_of(path, text)?;
+    let url = keys.remove(COLD_URL);
+    // The others are a cluster's; one that is nobody's is refused here too.
+    for key in keys.keys() {
+        Setting::named(key).map_err(|reason| format!("the configuration file {path}: {reason}"))?;
+    }
+    match url {
+        None => Ok(None),
+        Some(Value::String(url)) => Ok(Some(url)),
+        // Not repeated: somebody may have put a secret into it.
+        Some(_) => Err(format!("the configuration file {path}: {COLD_URL} is not a text; write s3://BUCKET/PREFIX")),
+    }
 }
 
 fn layered(
@@ -47,9 +84,7 @@ fn layered(
         Ok(())
     };
     if let Some((path, text)) = file {
-        let keys: Option<BTreeMap<String, Value>> =
-            serde_saphyr::from_str(text).map_err(|error| format!("the configuration file {path} is wrong: {error}"))?;
-        for (key, value) in keys.unwrap_or_default() {
+        for (key, value) in keys_of(path, text)?.into_iter().filter(|(key, _)| key != COLD_URL) {
             put(&key, value, format!("the configuration file {path}"))?;
         }
     }
@@ -131,6 +166,21 @@ weight_migration_max_bytes_per_round: 1073741824
         assert_eq!(config.migration_cooldown_ms, 3);
         assert_eq!(config.migration_max_members_per_round, 2);
         assert_eq!(config.migration_max_bytes_per_round, 1 << 30);
+    }
+
+    #[test]
+    fn a_file_serves_the_cluster_and_its_nodes() {
+        let file = format!("{RFC}cold_url: s3://models/ballast\n");
+        assert_eq!(read(&file, &[], &[]).unwrap().settings.config, ballast_schemas::ClusterConfig::default());
+        assert_eq!(cold_url_in("ballast.yaml", &file).unwrap().as_deref(), Some("s3://models/ballast"));
+        assert_eq!(cold_url_in("ballast.yaml", RFC).unwrap(), None);
+        let error = cold_url_in("ballast.yaml", "cold_url: [secret]\n").unwrap_err();
+        assert!(error.contains("ballast.yaml") && error.contains("s3://") && !error.contains("secret"), "{error}");
+        assert!(cold_url_in("ballast.yaml", "cold_ulr: s3://models\n").unwrap_err().contains("cold_ulr"));
+        assert_eq!(
+            cold_url(Some("s3://given"), Some(Path::new("no such file"))).unwrap().as_deref(),
+            Some("s3://given")
+        );
     }
 
     #[test]

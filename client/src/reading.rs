@@ -141,8 +141,8 @@ impl Reading {
         let mut holders = Vec::new();
         let mut last = None;
         for endpoint in &self.endpoints {
-            match self.holder(endpoint).await {
-                Ok(holder) => holders.push(holder),
+            match self.holders_at(endpoint).await {
+                Ok(here) => holders.extend(here),
                 Err(error) => {
                     tracing::debug!(node = %endpoint.node, %error, "a holder can not be read from");
                     last = Some(error);
@@ -152,12 +152,20 @@ impl Reading {
         (holders, last)
     }
 
-    async fn holder(&self, endpoint: &NodeEndpoint) -> Result<Holder, BallastError> {
+    /// A node as a holder: mapped where it can be. What it holds beyond what can be mapped makes it one more.
+    async fn holders_at(&self, endpoint: &NodeEndpoint) -> Result<Vec<Holder>, BallastError> {
         let mut connection = connect(endpoint, &self.token, self.route).await?;
-        let mut mapped = None;
+        let mut holders = Vec::new();
         if Transport::from(connection.transport()) == Transport::Local {
             match connection.map(self.layout.clone()).await {
-                Ok(segments) => mapped = Some(Arc::new(segments)),
+                Ok(mapped) => {
+                    let (is_whole, holdings) = (mapped.is_whole(), mapped.holdings().clone());
+                    holders.push(self.holder(endpoint, connection, holdings, Some(Arc::new(mapped)))?);
+                    if is_whole {
+                        return Ok(holders);
+                    }
+                    connection = connect(endpoint, &self.token, self.route).await?;
+                }
                 Err(error) => {
                     // The same bytes come through the socket, only slower.
                     tracing::warn!(node = %endpoint.node, %error, "segments can not be mapped; reading through the socket");
@@ -165,10 +173,18 @@ impl Reading {
                 }
             }
         }
-        let holdings = match &mapped {
-            Some(mapped) => mapped.holdings().clone(),
-            None => connection.describe().await?,
-        };
+        let holdings = connection.describe().await?;
+        holders.push(self.holder(endpoint, connection, holdings, None)?);
+        Ok(holders)
+    }
+
+    fn holder(
+        &self,
+        endpoint: &NodeEndpoint,
+        connection: NodeConnection,
+        holdings: Description,
+        mapped: Option<Arc<MappedInstance>>,
+    ) -> Result<Holder, BallastError> {
         if holdings.layout_digest != self.layout.digest() {
             let message = format!(
                 "node {} has layout {}, expected {}",

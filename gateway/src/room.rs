@@ -116,7 +116,7 @@ fn what_holds_it(nearest: &Candidate<'_>) -> String {
     let (node, taken) = (&nearest.status.endpoint.node, &nearest.taken);
     if nearest.status.cold_capacity_bytes == 0 && taken.demotable_bytes > 0 {
         return format!(
-            "{node} has no cold tier to demote {} bytes of AUTO revisions to: restart it with --cold FOLDER",
+            "{node} has no cold tier to demote {} bytes of AUTO revisions to: restart it with --cold FOLDER or --cold-url URL",
             taken.demotable_bytes
         );
     }

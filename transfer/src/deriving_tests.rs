@@ -9,7 +9,7 @@ use ballast_schemas::{Digest, ErrorCode, InstanceId, TokenRight};
 
 use crate::checksum::checksum;
 use crate::client_end::*;
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::patch::{DeriveUnit, UnitPatch};
 use crate::protocol_tests::{Node, SIZES, named, token, token_of, token_until};
 use crate::server::DataPlaneOptions;

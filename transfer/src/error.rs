@@ -212,7 +212,7 @@ pub enum StoreError {
         source: PathError,
     },
     /// The node has no cold tier.
-    #[error("this node has no cold tier; start it with --cold FOLDER")]
+    #[error("this node has no cold tier; start it with --cold FOLDER or --cold-url URL")]
     NoColdTier,
     /// A unit that should be read is nowhere on this node.
     #[error("unit {unit} of {instance} has no readable copy on this node")]

@@ -385,6 +385,14 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), PathError> {
     fs::rename(from, to).on("rename", from)
 }
 
+/// Gives a file or folder another name; that it is already gone is fine.
+pub(crate) fn rename_if_there(from: &Path, to: &Path) -> Result<(), PathError> {
+    match rename(from, to) {
+        Err(error) if error.source.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// Makes a folder.
 pub(crate) fn create_folder(path: &Path) -> Result<(), PathError> {
     step(path)?;

@@ -2,18 +2,27 @@
 //! end of it, over shared memory and TCP (see ARCHITECTURE.md, The data plane). No management state lives here.
 
 mod batching;
+mod bucket;
+mod bucket_index;
+mod bucket_packs;
+mod bucket_replica;
+#[cfg(test)]
+mod bucket_testing;
 mod budget;
 mod checksum;
 mod client_end;
+mod cold;
+mod cold_bucket;
+mod cold_disk;
 mod cold_engine;
 mod cold_files;
-mod cold_tier;
 mod deriving;
 #[cfg(test)]
 mod deriving_tests;
 mod error;
 mod folder;
 mod guard;
+mod instance_records;
 mod layout;
 mod mapped;
 mod memory_tier;
@@ -39,11 +48,12 @@ mod transfer_error;
 mod unit_check;
 mod wire;
 
+pub use bucket::{BucketUrl, BucketUrlError};
 pub use budget::{Budget, CapacityExhausted, Charge, Usage};
 pub use checksum::{RunningChecksum, checksum, combine, of_parts};
 pub use client_end::{ConnectOptions, NodeConnection, Route, Transport, host_id, read_ranges_side_by_side};
+pub use cold::{ColdOptions, ColdPlace, ColdReport, ColdTierError, Progress};
 pub use cold_engine::EngineChoice;
-pub use cold_tier::{ColdOptions, ColdReport, ColdTierError, Progress};
 pub use error::{Mismatch, StoreError};
 pub use folder::{FolderError, FolderIdentity, PathError, Space};
 pub use guard::{FenceRefused, FenceStep, NoWitness, UnitStates, check_fence};

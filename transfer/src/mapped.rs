@@ -104,6 +104,7 @@ pub struct MappedInstance {
     holdings: Description,
     memory: Vec<Option<Mapping>>,
     cold: Vec<Option<File>>,
+    is_whole: bool,
 }
 
 impl MappedInstance {
@@ -123,12 +124,33 @@ impl MappedInstance {
             holdings,
             memory: (0..count).map(|_| None).collect(),
             cold: (0..count).map(|_| None).collect(),
+            is_whole: true,
             layout,
         };
         for (grant, descriptor) in segments {
             mapped.add(grant, File::from(descriptor))?;
         }
+        mapped.forget_what_is_not_granted();
         Ok(mapped)
+    }
+
+    /// Cold units that lie in no file of this host are held by the node, but can not be read here.
+    fn forget_what_is_not_granted(&mut self) {
+        for unit in self.holdings.cold.clone().iter() {
+            let Some(extent) = self.layout.extent(unit) else { continue };
+            let has_file = self.cold.get(extent.segment as usize).is_some_and(Option::is_some);
+            if extent.bytes > 0 && !has_file {
+                self.holdings.cold.set(unit, false);
+                self.is_whole &= self.holdings.hot.get(unit);
+            }
+        }
+    }
+
+    /// Whether all that the node held when it was mapped can be read here. Where it keeps cold copies in object storage, the
+    /// rest comes over its connection.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.is_whole
     }
 
     fn add(&mut self, grant: SegmentGrant, file: File) -> Result<(), MapError> {
@@ -167,7 +189,7 @@ impl MappedInstance {
         &self.layout
     }
 
-    /// What the node held when it was mapped.
+    /// What can be read here of what the node held when it was mapped.
     #[must_use]
     pub fn holdings(&self) -> &Description {
         &self.holdings

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ballast_schemas::{ErrorCode, NodeEndpoint, NodeId, TokenRight, UnitEffect, UnitRange};
 
 use crate::client_end::{ConnectOptions, NodeConnection, host_id};
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::layout::GroupLayout;
 use crate::node_store::NodeStore;
 use crate::protocol_tests::{Node, SIZES, named, token};

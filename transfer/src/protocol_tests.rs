@@ -17,7 +17,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
 
 use crate::client_end::*;
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::layout::GroupLayout;
 use crate::node_store::{NodeStore, NodeStoreOptions};
 use crate::patch::DeriveUnit;

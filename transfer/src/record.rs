@@ -73,7 +73,8 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Record
     }
 }
 
-fn decode<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T, RecordError> {
+/// Reads a record from its bytes; `path` names it in errors.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<T, RecordError> {
     let path = || path.to_owned();
     let not_a_record = || RecordError::NotARecord { path: path() };
     let body_end = bytes.len().checked_sub(CHECKSUM_BYTES).ok_or_else(not_a_record)?;

@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::deriving::{Base, Deriving};
 use crate::error::StoreError;
 use crate::layout::GroupLayout;

@@ -35,6 +35,9 @@ pub(crate) enum HelloError {
     /// A gateway answered what is not an answer.
     #[error("a gateway's answer makes no sense ({reason}): gateway and transfer worker must be of the same version")]
     Garbled { reason: String },
+    /// What the node has on its cold tier can not be adopted yet.
+    #[error("the cold tier does not answer ({reason})")]
+    ColdTier { reason: String },
     /// This node must not take part.
     #[error("{0}")]
     Refused(BallastError),

@@ -16,6 +16,7 @@ mod node_status;
 mod object_desk;
 mod observing;
 mod reconciler;
+mod take_over;
 mod transfer_worker;
 mod workflow_worker;
 

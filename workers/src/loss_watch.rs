@@ -3,9 +3,9 @@
 //! `ballast_workflows::verdict`.
 //!
 //! Driven by changes of inventories, of nodes and of the log. Published inventories only raise a suspicion: before anything
-//! is told, every node of the placement is asked. Any number may watch: what a second one tells is a repeat, or stale.
+//! is told, every node of the placement is asked, and every other that published something of it. Any number may watch: what a second one tells is a repeat, or stale.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use ballast_journal::Replica;
@@ -131,12 +131,15 @@ impl LossWatch {
             })
     }
 
-    /// Asks every node, and tells the log what follows. Tells whether that is settled.
+    /// Asks every node that may hold some of it, and tells the log what follows. Tells whether that is settled.
     async fn look_at(&mut self, metadata: &WeightRevisionMetadata) -> bool {
         let fence = self.replica.read(|state| state.effect_fence(&metadata.identity));
         let mut held = GroupInventory::default();
         let mut evidence = Vec::new();
-        for node in &metadata.placement {
+        // A replica in object storage may be with a node that it was not placed on.
+        let mut nodes: BTreeSet<NodeId> = metadata.placement.iter().cloned().collect();
+        nodes.extend(self.directory.group(&metadata.instance).nodes.into_keys());
+        for node in &nodes {
             match self.ask(node, &metadata.instance, fence).await {
                 Ok(NodeReply::Inventory(inventory)) => {
                     let (incarnation, fence) = (inventory.incarnation.clone(), inventory.fence);

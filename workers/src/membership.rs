@@ -12,7 +12,7 @@ use async_nats::connection::State as ConnectionState;
 use ballast_journal::{LastSeen, OpenStreamsError, StreamOptions, Streams, open_streams};
 use ballast_schemas::{ErrorCode, InstanceId, InstanceStanding, NodeHello};
 use ballast_transfer::{NodeStore, StoreError, TokenGate, TokenKey};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use crate::introduction::{HelloError, Verdict, Welcome, introduce, verdict};
@@ -44,6 +44,8 @@ pub(crate) struct Membership {
     /// How the node stands, for its status.
     pub condition: watch::Sender<NodeCondition>,
     pub touched: Touched,
+    /// Told when the node holds instances that no gateway has heard of.
+    pub news: Arc<Notify>,
 }
 
 impl Membership {
@@ -94,7 +96,7 @@ impl Membership {
     /// What the operator of a node with another cluster's bytes can do.
     fn way_out(&self) -> String {
         let memory = self.store.memory_report().folder.display().to_string();
-        let cold = self.store.cold_report().map(|cold| format!(" and {}", cold.folder.display())).unwrap_or_default();
+        let cold = self.store.cold_report().map(|cold| format!(" and {}", cold.place.display())).unwrap_or_default();
         format!(
             "the bytes in {memory}{cold} are kept: start the node with other folders, or delete these if nobody needs them"
         )
@@ -133,11 +135,14 @@ impl Membership {
         }
     }
 
-    /// Waits until `due`, or until a lost connection is back (`connects` counts how often there was one).
+    /// Waits until `due`, until there are news, or until a lost connection is back (`connects` counts how often there was one).
     async fn next_hello(&self, due: Instant, connects: &mut u64) {
         loop {
             let look = Instant::now() + CONNECTION_LOOK_EVERY;
-            tokio::time::sleep_until(due.min(look)).await;
+            tokio::select! {
+                () = tokio::time::sleep_until(due.min(look)) => {}
+                () = self.news.notified() => return,
+            }
             let found = self.connects();
             if found != *connects {
                 *connects = found;
@@ -155,8 +160,20 @@ impl Membership {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }
 
-    /// Introduces the node once and does what follows from the answer.
+    /// Introduces the node and does what follows from the answer. What it has on a cold tier that outlives it is adopted once it is
+    /// known whose the tier is, and introduced as well.
     async fn hello(&self) -> Result<(), HelloError> {
+        self.say_hello().await?;
+        let store = Arc::clone(&self.store);
+        let adopted = blocking(move || store.adopt_own()).await?;
+        match adopted.map_err(|error| HelloError::ColdTier { reason: error.to_string() })? {
+            true => self.say_hello().await,
+            false => Ok(()),
+        }
+    }
+
+    /// Introduces the node once.
+    async fn say_hello(&self) -> Result<(), HelloError> {
         let store = Arc::clone(&self.store);
         let (cluster_id, seen, instances) =
             blocking(move || (store.cluster(), store.highest_seen(), store.instances())).await?;

@@ -50,8 +50,8 @@ impl NodeReport {
 /// What the cold tier of a transfer worker runs on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ColdTierReport {
-    /// The folder.
-    pub folder: PathBuf,
+    /// The folder, or the address of the bucket.
+    pub place: PathBuf,
     /// Bytes that the tier may use.
     pub quota_bytes: u64,
     /// The engine that moves the bytes, and why it is not the first choice if it is not.
@@ -70,9 +70,9 @@ impl fmt::Display for NodeReport {
         )?;
         match &self.cold {
             Some(cold) => {
-                write!(f, "; cold {} MiB in {} ({})", cold.quota_bytes >> 20, cold.folder.display(), cold.engine)?
+                write!(f, "; cold {} MiB in {} ({})", cold.quota_bytes >> 20, cold.place.display(), cold.engine)?
             }
-            None => f.write_str("; no cold tier (--cold FOLDER gives it one)")?,
+            None => f.write_str("; no cold tier (--cold FOLDER or --cold-url URL gives it one)")?,
         }
         if let Some(path) = &self.unix_socket {
             write!(f, "; shared memory at {}", path.display())?;

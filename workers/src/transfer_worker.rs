@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::Client;
-use ballast_journal::nodes::{NodeListener, NodeListenerError};
+use ballast_journal::nodes::{Directory, NodeListener, NodeListenerError};
 use ballast_schemas::{NodeEndpoint, NodeId};
 use ballast_transfer::{
     BindError, ColdOptions, DataPlane, DataPlaneOptions, MemoryOptions, NodeStore, NodeStoreOptions, OpenError,
@@ -27,6 +27,7 @@ use crate::membership::Membership;
 use crate::node_control::NodeControl;
 use crate::node_status::{ColdTierReport, NodeCondition, NodeReport, host_id, publish_status};
 use crate::object_desk::ObjectDesk;
+use crate::take_over::TakeOver;
 
 /// How long a stopping node lets the control requests under way end.
 const STOP_GRACE: Duration = Duration::from_secs(5);
@@ -167,6 +168,7 @@ impl TransferWorker {
             gate,
             condition,
             touched: Touched::default(),
+            news: Arc::default(),
         };
         Ok(Self { client, store, data_plane, endpoint, labels, report, membership, failpoint })
     }
@@ -244,16 +246,30 @@ async fn serve(
     // gone, and what was subscribed to is subscribed to again when it is back.
     let _ = tokio::time::timeout(FAREWELL_PATIENCE, client.flush()).await;
     let touched = membership.touched.clone();
+    let take_over = store.cold_outlives_node().then(|| TakeOver {
+        client,
+        store: Arc::clone(&store),
+        directory: Directory::start(&streams),
+        taken: Arc::clone(&membership.news),
+    });
     let mirror = InventoryMirror::new(Arc::clone(&store), streams, touched.clone());
     let control = NodeControl { store, touched, failpoint };
     let asked_to_stop = stopping.clone();
     tokio::select! {
         () = membership.stay() => {}
         () = mirror.run() => {}
+        () = take_over_if(take_over) => {}
         () = objects.serve() => {}
         () = control.serve(listener, told(stopping), STOP_GRACE) => {}
     }
     if *asked_to_stop.borrow() { Ok(()) } else { Err(TransferWorkerError::ConnectionClosed) }
+}
+
+async fn take_over_if(take_over: Option<TakeOver>) {
+    match take_over {
+        Some(take_over) => take_over.run().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Resolves once it is told to; a dropped sender means the same.
@@ -296,7 +312,7 @@ fn report_of(
         memory_folder: memory.folder.clone(),
         memory_kind: memory.to_string(),
         cold: store.cold_report().map(|cold| ColdTierReport {
-            folder: cold.folder.clone(),
+            place: cold.place.clone(),
             quota_bytes: cold.quota_bytes,
             engine: cold.to_string(),
         }),

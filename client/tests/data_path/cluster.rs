@@ -17,8 +17,8 @@ use ballast_schemas::{
     TokenRight, UnitEffect, UnitRange, UpsertRequest, WeightRevisionMetadata, WeightStoragePolicy, holders_digest,
 };
 use ballast_transfer::{
-    ColdOptions, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore, NodeStoreOptions,
-    Progress, TOKEN_LEEWAY_MS, TokenGate, TokenKey, host_id,
+    ColdOptions, ColdPlace, DataPlane, DataPlaneOptions, EngineChoice, HugePages, MemoryOptions, NodeStore,
+    NodeStoreOptions, Progress, TOKEN_LEEWAY_MS, TokenGate, TokenKey, host_id,
 };
 use futures::StreamExt;
 use serde_json::{Value, json};
@@ -306,7 +306,10 @@ fn node_options(name: &str, memory: &Path, cold: &Path) -> NodeStoreOptions {
     NodeStoreOptions {
         node: NodeId::new(name).unwrap(),
         memory: MemoryOptions { folder: memory.to_owned(), budget_bytes: 64 << 20, huge_pages: HugePages::Off },
-        cold: Some(ColdOptions { folder: cold.to_owned(), quota_bytes: None, engine: EngineChoice::Auto }),
+        cold: Some(ColdOptions {
+            place: ColdPlace::Disk { folder: cold.to_owned(), engine: EngineChoice::Auto },
+            quota_bytes: None,
+        }),
     }
 }
 

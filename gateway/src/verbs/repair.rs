@@ -1,10 +1,12 @@
 //! Loss, as people ask about it: have a revision repaired, and have its bytes read back and compared. Losses are noticed and
 //! repaired without anybody's asking too (workers).
 
+use std::collections::BTreeSet;
+
 use ballast_journal::nodes::NodeCallError;
 use ballast_schemas::{
-    Availability, BallastError, Command, ErrorCode, GroupInventory, NodeReply, NodeRequest, RepairReply, RepairRequest,
-    Reply, StartRepair, VerifyReply, VerifyRequest, WeightRevisionMetadata,
+    Availability, BallastError, Command, ErrorCode, GroupInventory, InstanceId, NodeId, NodeReply, NodeRequest,
+    RepairReply, RepairRequest, Reply, StartRepair, VerifyReply, VerifyRequest, WeightRevisionMetadata,
 };
 use ballast_workflows::verdict;
 
@@ -12,6 +14,9 @@ use super::revisions::not_found;
 use super::unexpected;
 use crate::context::Context;
 use crate::request::{Answer, Call};
+
+/// How often a round of a verification is begun that gave way to an effect.
+const VERIFY_TRIES: u32 = 5;
 
 pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, BallastError> {
     let request = call.read::<RepairRequest>()?;
@@ -34,7 +39,7 @@ pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, Bal
 /// What the nodes hold, from themselves: what they publish may be a moment old. One that does not answer holds nothing.
 async fn held(context: &Context, metadata: &WeightRevisionMetadata) -> GroupInventory {
     let mut held = GroupInventory::default();
-    for node in &metadata.placement {
+    for node in &holders(context, metadata) {
         let request = NodeRequest::Inventory { instance: metadata.instance.clone() };
         if let Ok(NodeReply::Inventory(found)) = context.nodes.call(node, &request, |_| {}).await {
             held.nodes.insert(node.clone(), *found);
@@ -51,9 +56,8 @@ pub(super) async fn verify(context: &Context, call: &Call) -> Result<Answer, Bal
     let metadata = found.ok_or_else(|| not_found(&identity))?;
     let units = units_of(&metadata)?;
     let (mut nodes, mut next) = (Vec::new(), None);
-    for node in &metadata.placement {
-        let round = NodeRequest::Verify { instance: metadata.instance.clone(), from };
-        match context.nodes.call(node, &round, |_| {}).await {
+    for node in &holders(context, &metadata) {
+        match verify_round(context, node, &metadata.instance, from).await {
             Ok(NodeReply::Verified(found)) => {
                 // Rounds follow from the layout, so that all nodes go on at the same unit.
                 next = found.next;
@@ -68,6 +72,32 @@ pub(super) async fn verify(context: &Context, call: &Call) -> Result<Answer, Bal
         }
     }
     Answer::new(log_seq, &VerifyReply { nodes, units, next })
+}
+
+/// Nodes that may hold some of it: those it was placed on, and those that took over what these kept in object storage.
+fn holders(context: &Context, metadata: &WeightRevisionMetadata) -> BTreeSet<NodeId> {
+    let published = context.directory.group(&metadata.instance).nodes.into_keys();
+    metadata.placement.iter().cloned().chain(published).collect()
+}
+
+/// A round on a node. One that gave way to an effect that the log authorised meanwhile has found nothing, and is asked for
+/// again.
+async fn verify_round(
+    context: &Context,
+    node: &NodeId,
+    instance: &InstanceId,
+    from: u32,
+) -> Result<NodeReply, NodeCallError> {
+    let round = NodeRequest::Verify { instance: instance.clone(), from };
+    let mut tries = 1;
+    loop {
+        match context.nodes.call(node, &round, |_| {}).await {
+            Err(NodeCallError::Failed { error, .. }) if tries < VERIFY_TRIES && error.details["reason"] == "FENCED" => {
+                tries += 1;
+            }
+            answer => return answer,
+        }
+    }
 }
 
 fn units_of(metadata: &WeightRevisionMetadata) -> Result<u32, BallastError> {

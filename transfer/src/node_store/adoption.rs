@@ -1,31 +1,23 @@
 //! What a node finds in its folders when it starts: sealed instances are adopted once their bytes in memory are
 //! verified, imports that never ended are discarded, and what can not be understood is kept and reported.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use ballast_schemas::{Bitmap, Digest, InstanceId};
-use bytes::Bytes;
+use ballast_schemas::{Bitmap, InstanceId};
 
-use super::instance::{
-    Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
-};
+use super::instance::{Instance, Sealed, Standing, State, cold_record, no_charges};
 use super::lock;
 use crate::budget::Charge;
-use crate::cold_tier::ColdTier;
-use crate::folder::{OnPath, PathError, create_folder, remove_folder, rename, sync_folder, used_bytes};
+use crate::cold::{ColdTier, FoundReplica, Gone, Scan};
+use crate::folder::{OnPath, PathError, create_folder, remove_folder, used_bytes};
 use crate::guard::UnitStates;
-use crate::layout::GroupLayout;
+use crate::instance_records::{FRESH, Found, GONE, write_records};
 use crate::memory_tier::MemoryTier;
-use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
+use crate::record::StateRecord;
 use crate::segment::{lock_out_readers, punch};
-
-/// Extension of a folder that is being made.
-pub(super) const FRESH: &str = "fresh";
-/// Extension of a folder that is being removed.
-pub(super) const GONE: &str = "gone";
 
 /// A folder of an instance that can not be adopted. Its bytes are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,15 +47,8 @@ pub struct Adoption {
     pub damaged: Vec<DamagedFolder>,
 }
 
-/// What one tier's folder says of an instance.
-struct Found {
-    layout: LayoutRecord,
-    seal: SealRecord,
-    manifest: Bytes,
-    state: StateRecord,
-}
-
 /// What the node goes on with.
+#[derive(Default)]
 pub(super) struct Adopted {
     pub instances: BTreeMap<InstanceId, Arc<Instance>>,
     pub adoption: Adoption,
@@ -71,116 +56,120 @@ pub(super) struct Adopted {
     pub charges: Vec<Charge>,
 }
 
-/// Adopts what is in the folders.
-pub(super) fn adopt(memory: &MemoryTier, cold: Option<&Arc<ColdTier>>) -> Result<Adopted, PathError> {
-    let mut adoption = Adoption::default();
-    let in_memory = scan(&memory.instances(), true, &mut adoption)?;
-    let mut on_disk = match cold {
-        Some(cold) => scan(&cold.instances(), false, &mut adoption)?,
-        None => BTreeMap::new(),
-    };
-    let mut instances = BTreeMap::new();
-    for (id, memory_copy) in in_memory {
-        let disk_copy = on_disk.remove(&id);
-        let same = |disk: &Found| disk.seal.manifest == memory_copy.seal.manifest && disk.layout == memory_copy.layout;
-        if !disk_copy.as_ref().is_none_or(same) {
-            // Not reached by anything this program writes: both come from one seal.
-            let path = memory.instances().join(crate::memory_tier::instance_folder(&id));
-            let reason = "the records in memory and on disk are of different imports".to_owned();
-            adoption.damaged.push(DamagedFolder { path, reason });
-            continue;
+impl Adopted {
+    /// Notes what can not be adopted, with the room that it keeps.
+    fn keep(&mut self, damaged: DamagedFolder, charge: Charge) {
+        let (path, reason) = (damaged.path.display(), &damaged.reason);
+        tracing::error!(%path, reason, "an instance can not be adopted; its bytes are kept");
+        self.adoption.damaged.push(damaged);
+        self.charges.push(charge);
+    }
+
+    fn take_cold(
+        &mut self,
+        memory: &MemoryTier,
+        cold: Option<&Arc<dyn ColdTier>>,
+        on_cold: Scan,
+    ) -> Result<(), PathError> {
+        for (folder, charge) in on_cold.damaged {
+            self.keep(folder, charge);
         }
-        let instance = adopt_instance(memory, cold, Some(memory_copy), disk_copy, &mut adoption)?;
-        instances.insert(id, instance);
-    }
-    for (id, disk_copy) in on_disk {
-        let instance = adopt_instance(memory, cold, None, Some(disk_copy), &mut adoption)?;
-        instances.insert(id, instance);
-    }
-    adoption.instances = instances.len() as u32;
-    let mut charges = Vec::new();
-    for damaged in &adoption.damaged {
-        let bytes = used_bytes(&damaged.path)?;
-        match cold.filter(|cold| damaged.path.starts_with(cold.instances())) {
-            Some(cold) => charges.push(cold.budget().charge(bytes)),
-            None => charges.push(memory.budget().charge(bytes)),
+        for (id, cold_copy) in on_cold.found {
+            let instance = adopt_instance(memory, cold, None, Some(cold_copy), &mut self.adoption)?;
+            self.instances.insert(id, instance);
         }
-        tracing::error!(path = %damaged.path.display(), reason = damaged.reason, "an instance can not be adopted; its bytes are kept");
+        self.adoption.instances = self.instances.len() as u32;
+        Ok(())
     }
-    Ok(Adopted { instances, adoption, charges })
 }
 
-fn scan(folder: &Path, imports: bool, adoption: &mut Adoption) -> Result<BTreeMap<InstanceId, Found>, PathError> {
+/// Adopts what is in memory, and what was found on the cold tier.
+pub(super) fn adopt(
+    memory: &MemoryTier,
+    cold: Option<&Arc<dyn ColdTier>>,
+    mut on_cold: Scan,
+) -> Result<Adopted, PathError> {
+    let mut adopted = Adopted::default();
+    let in_memory = scan_memory(memory, &mut adopted)?;
+    for (id, memory_copy) in in_memory {
+        let cold_copy = on_cold.found.remove(&id);
+        let same = |(cold, _): &FoundReplica| {
+            cold.records.seal.manifest == memory_copy.records.seal.manifest
+                && cold.records.layout == memory_copy.records.layout
+        };
+        if !cold_copy.as_ref().is_none_or(same) {
+            // Not reached by anything this program writes: both come from one seal.
+            let path = memory.instances().join(crate::memory_tier::instance_folder(&id));
+            let reason = "the records of its two tiers are of different imports".to_owned();
+            let charge = memory.budget().charge(used_bytes(&path)?);
+            adopted.keep(DamagedFolder { path, reason }, charge);
+            continue;
+        }
+        let instance = adopt_instance(memory, cold, Some(memory_copy), cold_copy, &mut adopted.adoption)?;
+        adopted.instances.insert(id, instance);
+    }
+    adopted.take_cold(memory, cold, on_cold)?;
+    Ok(adopted)
+}
+
+/// Adopts what was found on the cold tier of a node that has nothing in memory.
+pub(super) fn adopt_found(memory: &MemoryTier, cold: &Arc<dyn ColdTier>, on_cold: Scan) -> Result<Adopted, PathError> {
+    let mut adopted = Adopted::default();
+    adopted.take_cold(memory, Some(cold), on_cold)?;
+    Ok(adopted)
+}
+
+fn scan_memory(memory: &MemoryTier, adopted: &mut Adopted) -> Result<BTreeMap<InstanceId, Found>, PathError> {
+    let folder = memory.instances();
     let mut found = BTreeMap::new();
-    for entry in fs::read_dir(folder).on("list", folder)? {
-        let path = entry.on("list", folder)?.path();
+    for entry in fs::read_dir(&folder).on("list", &folder)? {
+        let path = entry.on("list", &folder)?.path();
         let extension = path.extension().and_then(|extension| extension.to_str());
         if matches!(extension, Some(FRESH | GONE)) {
             remove_folder(&path)?;
             continue;
         }
-        match read_folder(&path) {
+        match Found::in_folder(&path) {
             Ok(Some(copy)) => {
-                found.insert(copy.layout.instance.clone(), copy);
+                found.insert(copy.records.layout.instance.clone(), copy);
             }
             // Without a seal nothing was promised of it.
-            Ok(None) if imports => {
-                remove_folder(&path)?;
-                adoption.discarded_imports += 1;
-            }
             Ok(None) => {
-                let reason = "it has no seal record".to_owned();
-                adoption.damaged.push(DamagedFolder { path, reason });
+                remove_folder(&path)?;
+                adopted.adoption.discarded_imports += 1;
             }
-            Err(reason) => adoption.damaged.push(DamagedFolder { path, reason }),
+            Err(reason) => {
+                let charge = memory.budget().charge(used_bytes(&path)?);
+                adopted.keep(DamagedFolder { path, reason }, charge);
+            }
         }
     }
     Ok(found)
 }
 
-/// What a folder says; `None` when it was never sealed.
-fn read_folder(path: &Path) -> Result<Option<Found>, String> {
-    let text = |error: record::RecordError| error.to_string();
-    let Some(seal) = record::read::<SealRecord>(&path.join(SEAL)).map_err(text)? else { return Ok(None) };
-    let missing = |name: &str| format!("its {name} record is missing");
-    let layout = record::read::<LayoutRecord>(&path.join(LAYOUT)).map_err(text)?.ok_or_else(|| missing(LAYOUT))?;
-    let state = record::read::<StateRecord>(&path.join(STATE)).map_err(text)?.ok_or_else(|| missing(STATE))?;
-    let manifest = fs::read(path.join(MANIFEST)).map_err(|error| format!("its manifest can not be read: {error}"))?;
-    let sha256 = Digest::of(&manifest);
-    if sha256 != seal.manifest.sha256 {
-        return Err(format!("its manifest is {sha256}, expected {}", seal.manifest.sha256));
-    }
-    let units = layout.unit_sizes.len();
-    if seal.affinity.units.len() != units || state.held.len() as usize != units {
-        return Err("its records speak of different numbers of units".to_owned());
-    }
-    Ok(Some(Found { layout, seal, manifest: manifest.into(), state }))
-}
-
-fn adopt_instance(
+/// Adopts an instance from what its tiers say of it.
+pub(super) fn adopt_instance(
     memory: &MemoryTier,
-    cold: Option<&Arc<ColdTier>>,
+    cold: Option<&Arc<dyn ColdTier>>,
     memory_copy: Option<Found>,
-    disk_copy: Option<Found>,
+    cold_copy: Option<FoundReplica>,
     adoption: &mut Adoption,
 ) -> Result<Arc<Instance>, PathError> {
+    let (cold_copy, replica) = cold_copy.unzip();
     let memory_state = memory_copy.as_ref().map(|copy| copy.state.clone());
-    let disk_state = disk_copy.as_ref().map(|copy| copy.state.clone());
+    let cold_state = cold_copy.as_ref().map(|copy| copy.state.clone());
     // Both say the same of everything but the state.
-    let Some(Found { layout: record, seal, manifest, .. }) = memory_copy.or(disk_copy) else {
+    let Some(Found { records, layout, .. }) = memory_copy.or(cold_copy) else {
         unreachable!("an instance is adopted from at least one tier");
     };
-    let invalid =
-        |error: crate::layout::LayoutError| std::io::Error::new(std::io::ErrorKind::InvalidData, error.to_string());
-    let layout = GroupLayout::new(&record.unit_sizes).map_err(invalid).on("adopt", &memory.instances())?;
-    let layout = Arc::new(layout);
     let count = layout.unit_count();
+    let replica = replica.or_else(|| cold.map(|cold| cold.clone().replica(&records.layout.instance, &layout)));
 
-    let states = [memory_state.as_ref(), disk_state.as_ref()];
+    let states = [memory_state.as_ref(), cold_state.as_ref()];
     let fence = states.iter().flatten().map(|state| state.fence).max().unwrap_or_default();
     let deleting = states.iter().flatten().any(|state| state.deleting);
     let (memory_charge, cold_charge) = no_charges(memory, cold);
-    let sealed = Arc::new(Sealed { record: seal, manifest });
+    let sealed = Arc::new(Sealed(records));
     let state = State {
         standing: Standing::Quarantined("the log has not been asked about it yet".to_owned()),
         fence,
@@ -191,12 +180,11 @@ fn adopt_instance(
         units: UnitStates::new(count),
         cold_lost: Bitmap::empty(count),
         verified: Bitmap::empty(count),
-        cold_changed: vec![None; layout.segment_count() as usize],
         memory_charge,
         cold_charge,
     };
-    let instance = Instance::new(memory, cold, &record, layout, state);
-    adopt_cold(&instance, disk_state.as_ref(), cold, adoption);
+    let instance = Instance::new(memory, replica, &sealed.0.layout, layout, state);
+    adopt_cold(&instance, cold_state.as_ref(), cold, adoption)?;
     match &memory_state {
         Some(state) => adopt_memory(&instance, state, &sealed, memory, adoption)?,
         None => {
@@ -204,59 +192,47 @@ fn adopt_instance(
             remove_folder(&instance.memory_folder)?;
             create_folder(&instance.memory_folder)?;
             let empty = StateRecord { fence, deleting, held: Bitmap::empty(count), resident: Bitmap::empty(count) };
-            write_records(&instance.memory_folder, &record, &sealed, &empty, false)?;
+            write_records(&instance.memory_folder, &sealed.0, &empty, false)?;
         }
     }
-    if let (Some(tier), Some(files), None) = (cold, &instance.cold, &disk_state) {
-        // A cold folder that is new to this instance: the manifest and the index become durable there.
-        let fresh = files.folder().with_extension(FRESH);
-        remove_folder(&fresh)?;
-        create_folder(&fresh)?;
-        write_records(&fresh, &record, &sealed, &cold_record(&lock(&instance.state)), true)?;
-        sync_folder(&fresh)?;
-        rename(&fresh, files.folder())?;
-        sync_folder(&tier.instances())?;
+    if let (Some(replica), None) = (&instance.cold, &cold_state) {
+        // A cold tier that is new to this instance: the manifest and the index become durable there.
+        replica.begin(&sealed.0, &cold_record(&lock(&instance.state)))?;
     }
     Ok(Arc::new(instance))
 }
 
-/// Cold units count when their segment's file is there at full length. Their bytes are read before anything relies on
+/// Cold units count when what should hold them is there at full length. Their bytes are read before anything relies on
 /// them alone: at promotion, at release, on a scrub.
 fn adopt_cold(
     instance: &Instance,
     record: Option<&StateRecord>,
-    cold: Option<&Arc<ColdTier>>,
+    cold: Option<&Arc<dyn ColdTier>>,
     adoption: &mut Adoption,
-) {
-    let (Some(record), Some(files), Some(tier)) = (record, &instance.cold, cold) else { return };
-    let mut held = Vec::new();
-    let mut lost: Vec<u32> = record.resident.iter().filter(|unit| !record.held.get(*unit)).collect();
-    for segment in 0..instance.layout.segment_count() {
-        let units: Vec<u32> = instance.layout.units_of(segment).filter(|&unit| record.held.get(unit)).collect();
-        if units.is_empty() {
-            continue;
-        }
-        // Units of no bytes need no file.
-        if instance.padded_bytes(&units) > 0
-            && let Err(error) = files.get(segment)
-        {
-            tracing::error!(%error, instance = %instance.id, units = units.len(), "cold units are lost with their segment");
-            adoption.lost_units += units.len() as u32;
-            lost.extend(units);
-            continue;
-        }
-        held.extend(units);
+) -> Result<(), PathError> {
+    let (Some(record), Some(replica), Some(tier)) = (record, &instance.cold, cold) else { return Ok(()) };
+    let claimed: Vec<u32> = record.held.iter().collect();
+    let mut gone = BTreeSet::new();
+    for Gone { units, why } in replica.gone(&claimed)? {
+        tracing::error!(error = %why, instance = %instance.id, "cold units are lost with what held them");
+        gone.extend(units);
     }
+    let (lost, held): (Vec<u32>, Vec<u32>) = claimed.into_iter().partition(|unit| gone.contains(unit));
+    adoption.lost_units += lost.len() as u32;
+    let lost_before = record.resident.iter().filter(|unit| !record.held.get(*unit));
     let bytes = instance.padded_bytes(&held);
     let mut state = lock(&instance.state);
     held.iter().for_each(|&unit| state.units.set_cold(unit, true));
-    lost.iter().for_each(|&unit| state.cold_lost.set(unit, true));
+    lost.iter().copied().chain(lost_before).for_each(|unit| state.cold_lost.set(unit, true));
     state.cold_charge = Some(tier.budget().charge(bytes));
+    drop(state);
     adoption.cold_bytes += bytes;
-    let changed = cold_record(&state).held != record.held;
-    if changed && let Err(error) = instance.save_cold(&state) {
+    if !lost.is_empty()
+        && let Err(error) = instance.save_cold()
+    {
         tracing::error!(%error, instance = %instance.id, "that cold units are lost can not be written down; the next start finds it again");
     }
+    Ok(())
 }
 
 /// Hot units count when their bytes are right. Whatever else takes room in a segment is freed, unless a reader from

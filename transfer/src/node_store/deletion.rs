@@ -6,12 +6,12 @@ use std::time::Duration;
 use ballast_schemas::frame::Tier;
 use ballast_schemas::{InstanceId, LogPosition, NodeInventory, UnitEffect};
 
-use super::adoption::GONE;
 use super::instance::Instance;
 use super::{NodeStore, lock};
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::error::StoreError;
-use crate::folder::{PathError, remove_folder, rename, sync_folder};
+use crate::folder::{remove_folder, rename_if_there};
+use crate::instance_records::GONE;
 use crate::memory_tier::instance_folder;
 
 /// Longest wait for the writers of an import that is being deleted.
@@ -35,10 +35,10 @@ impl NodeStore {
                 state.units.clear_hot(unit);
                 state.units.set_cold(unit, false);
             }
-            // First what a restart would believe, then the bytes.
-            instance.save(&state)?;
             cold
         };
+        // First what a restart would believe, then the bytes.
+        instance.save()?;
         self.free_cold(&instance, &cold_before)?;
         progress.add_bytes(instance.padded_bytes(&units));
         let freed = instance.free_unguarded(&units, effect.fence)?;
@@ -81,14 +81,15 @@ impl NodeStore {
         if self.read_instances().contains_key(id) {
             return not_empty("the node still holds it".to_owned());
         }
-        let name = instance_folder(id);
-        let folders = [Some(self.memory.instances()), self.cold.as_ref().map(|cold| cold.instances())];
-        for folder in folders.into_iter().flatten().map(|folder| folder.join(&name)) {
-            if folder.exists() {
-                return not_empty(format!("{} is still there", folder.display()));
-            }
+        let folder = self.memory.instances().join(instance_folder(id));
+        if folder.exists() {
+            return not_empty(format!("{} is still there", folder.display()));
         }
-        Ok(())
+        let left = self.cold.as_ref().map(|cold| cold.left_of(id)).transpose();
+        match left.map_err(|error| StoreError::on_tier(Tier::Cold, error))?.flatten() {
+            Some(left) => not_empty(format!("{} is still there", left.display())),
+            None => Ok(()),
+        }
     }
 
     /// Marks an instance as being deleted, durably, and closes its import. `None` when it is not here; the node then
@@ -104,14 +105,13 @@ impl NodeStore {
         };
         instance.check_served()?;
         instance.obey(fence)?;
-        let mut state = lock(&instance.state);
-        if !state.deleting {
-            state.deleting = true;
-            if let Err(error) = instance.save(&state) {
-                state.deleting = false;
-                return Err(error);
-            }
+        instance.let_go()?;
+        let had_begun = std::mem::replace(&mut lock(&instance.state).deleting, true);
+        if !had_begun && let Err(error) = instance.save() {
+            lock(&instance.state).deleting = false;
+            return Err(error);
         }
+        let state = lock(&instance.state);
         // A writer that had begun ends within one piece. One that does not has its segment unlinked under it, which
         // hurts nobody.
         drop(instance.wait_until(state, WRITERS_WAIT, |state| state.writers == 0));
@@ -120,17 +120,13 @@ impl NodeStore {
 
     /// Frees units on disk: their segment goes when it holds nothing else, otherwise they are punched out of it.
     fn free_cold(&self, instance: &Instance, units: &[u32]) -> Result<(), StoreError> {
-        let Some(files) = &instance.cold else { return Ok(()) };
+        let Some(replica) = &instance.cold else { return Ok(()) };
         for run in instance.runs(units) {
-            let empty = {
+            let is_last = {
                 let state = lock(&instance.state);
                 !instance.layout.units_of(run.segment).any(|unit| state.units.cold().get(unit))
             };
-            if empty {
-                files.unlink(run.segment).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-            } else {
-                instance.punch_cold(files, run.segment, &run.range);
-            }
+            replica.free(&run, is_last).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
         }
         let bytes = instance.padded_bytes(units);
         if let Some(charge) = &mut lock(&instance.state).cold_charge {
@@ -163,12 +159,10 @@ impl NodeStore {
 
     /// Removes everything of an instance from both tiers and from the list. The caller holds its queue.
     fn remove(&self, instance: &Instance, progress: &Progress) -> Result<(), StoreError> {
-        if let (Some(files), Some(cold)) = (&instance.cold, &self.cold) {
-            files.forget_all();
-            remove_atomically(files.folder()).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-            sync_folder(&cold.instances()).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        if let Some(replica) = &instance.cold {
+            replica.remove().map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
         }
-        // The disk is empty, the memory is not yet: a group without bytes has its manifest at least.
+        // The cold tier is empty, the memory is not yet: a group without bytes has its manifest at least.
         progress.add_bytes(instance.layout.padded_bytes().max(1));
         let gone = instance.memory_folder.with_extension(GONE);
         rename_if_there(&instance.memory_folder, &gone).map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
@@ -191,19 +185,5 @@ impl NodeStore {
         self.write_instances().remove(&instance.id);
         instance.unguard(self.memory.objects());
         Ok(())
-    }
-}
-
-/// Removes a folder so that after a crash it is whole or on its way out.
-fn remove_atomically(folder: &std::path::Path) -> Result<(), PathError> {
-    let gone = folder.with_extension(GONE);
-    rename_if_there(folder, &gone)?;
-    remove_folder(&gone)
-}
-
-fn rename_if_there(from: &std::path::Path, to: &std::path::Path) -> Result<(), PathError> {
-    match rename(from, to) {
-        Err(error) if error.source.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
     }
 }

@@ -1,96 +1,31 @@
 //! A disk that fails: requests that end in an I/O error, that are lost, or whose bytes are flipped on the way. Each is
 //! an error with a name, hurts no readable copy, and is over when the disk is well again.
 
-use std::io;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicIsize, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use ballast_schemas::{ErrorCode, InstanceId};
+use ballast_schemas::{ErrorCode, InstanceId, NodeId};
 
 use super::NodeStore;
 use super::tests::{check_readable, release, to_cold, to_memory};
-use crate::cold_engine::{ColdEngine, EngineChoice, IoKind, IoMemory, IoRequest, start};
+use crate::cold::{ColdOptions, ColdPlace, ColdTier};
+use crate::cold_disk::DiskTier;
+use crate::cold_engine::{ColdEngine, EngineChoice, start};
 use crate::error::StoreError;
 use crate::testing::*;
 
 const SIZES: [u64; 4] = [10_000, 5 << 20, 4096, 3 << 20];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
-    Error,
-    Lost,
-    Flipped,
-}
-
-const FAULTS: [Fault; 3] = [Fault::Error, Fault::Lost, Fault::Flipped];
-
-/// Which request fails, and how. Shared by the test and the engine.
-#[derive(Debug, Default)]
-struct Faults {
-    /// Requests until the fault; negative when there is none to come.
-    requests_left: AtomicIsize,
-    fault: AtomicU8,
-}
-
-impl Faults {
-    fn set(&self, after: isize, fault: Fault) {
-        self.fault.store(fault as u8, Ordering::SeqCst);
-        self.requests_left.store(after, Ordering::SeqCst);
-    }
-
-    /// Whether the fault came; none comes afterwards.
-    fn clear(&self) -> bool {
-        self.requests_left.swap(-1, Ordering::SeqCst) < 0
-    }
-
-    fn next(&self) -> Option<Fault> {
-        let left = self.requests_left.fetch_sub(1, Ordering::SeqCst);
-        (left == 0).then(|| FAULTS[self.fault.load(Ordering::SeqCst) as usize])
-    }
-}
-
-#[derive(Debug)]
-struct FaultyEngine {
-    inner: Box<dyn ColdEngine>,
-    faults: Arc<Faults>,
-}
-
-impl ColdEngine for FaultyEngine {
-    fn describe(&self) -> String {
-        self.inner.describe()
-    }
-
-    fn submit(&self, mut request: IoRequest) {
-        match self.faults.next() {
-            None => self.inner.submit(request),
-            Some(Fault::Error) => request.answer.send(request.memory, Err(io::Error::from_raw_os_error(5))),
-            Some(Fault::Lost) => drop(request),
-            Some(Fault::Flipped) if request.kind == IoKind::Write => {
-                // Page-aligned like the original, because the file may be open for direct I/O.
-                let mut copy = vec![0_u8; request.memory.bytes().len() + 4096];
-                let skip = copy.as_ptr().align_offset(4096);
-                let bytes = request.memory.bytes().len();
-                copy[skip..skip + bytes].copy_from_slice(request.memory.bytes());
-                copy[skip + bytes / 2] ^= 1;
-                let start = NonNull::new(copy[skip..].as_mut_ptr()).unwrap();
-                // SAFETY: the vector is kept by the mutex, which nobody locks, and moving it does not move its content.
-                request.memory = unsafe { IoMemory::new(start, bytes, Arc::new(Mutex::new(copy))) };
-                self.inner.submit(request);
-            }
-            // What a disk delivers wrongly is tested by flipping bytes in its files.
-            Some(Fault::Flipped) => self.inner.submit(request),
-        }
-    }
-}
-
 fn open(folders: &Folders, faults: &Arc<Faults>) -> Arc<NodeStore> {
     let faults = faults.clone();
     faults.clear();
-    let start = |_| {
+    let start = || {
         Ok(Box::new(FaultyEngine { inner: start(EngineChoice::Auto)?, faults: faults.clone() }) as Box<dyn ColdEngine>)
     };
-    NodeStore::open_with(&folders.options(), start).unwrap()
+    let open_cold = |options: &ColdOptions, node: &NodeId, incarnation| {
+        let disk = DiskTier::open(folders.cold.path(), options.quota_bytes, node, incarnation, start)?;
+        Ok(Arc::new(disk) as Arc<dyn ColdTier>)
+    };
+    NodeStore::open_with(&folders.options(), open_cold).unwrap()
 }
 
 fn fail_at_every_request(
@@ -157,7 +92,8 @@ fn a_disk_that_fails_while_units_are_copied_from_it_hurts_nothing() {
 fn without_io_uring_the_positioned_engine_does_the_same() {
     let folders = Folders::new();
     let mut options = folders.options();
-    options.cold.as_mut().unwrap().engine = EngineChoice::Positioned;
+    options.cold.as_mut().unwrap().place =
+        ColdPlace::Disk { folder: folders.cold.path().to_owned(), engine: EngineChoice::Positioned };
     let store = NodeStore::open(&options).unwrap();
     let report = store.cold_report().unwrap().to_string();
     assert!(report.starts_with("positioned I/O (io_uring is switched off)"), "{report}");

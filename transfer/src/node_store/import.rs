@@ -14,20 +14,17 @@ use ballast_schemas::{
 };
 use bytes::Bytes;
 
-use super::instance::{
-    Instance, LAYOUT, MANIFEST, SEAL, STATE, Sealed, Standing, State, cold_record, no_charges, write_records,
-};
+use super::instance::{Instance, Sealed, Standing, State, cold_record, no_charges};
 use super::offers::PartWrite;
 use super::room::Room;
 use super::{NodeStore, lock};
 use crate::budget::Charge;
 use crate::checksum::{RunningChecksum, checksum};
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::error::{Mismatch, StoreError};
-use crate::folder::{
-    OnPath, PathError, create_folder, remove_folder, rename, replace_file, space, sync_folder, write_file,
-};
+use crate::folder::{OnPath, PathError, create_folder, remove_folder, replace_file, space, write_file};
 use crate::guard::UnitStates;
+use crate::instance_records::{InstanceRecords, LAYOUT, MANIFEST, SEAL, STATE};
 use crate::layout::{Extent, GroupLayout};
 use crate::memory_tier::instance_folder;
 use crate::offers::PartOffers;
@@ -182,11 +179,11 @@ impl NodeStore {
             units,
             cold_lost: Bitmap::empty(layout.unit_count()),
             verified: Bitmap::empty(layout.unit_count()),
-            cold_changed: vec![None; layout.segment_count() as usize],
             memory_charge: charge,
             cold_charge,
         };
-        let instance = Instance::new(&self.memory, self.cold.as_ref(), &record, layout, state);
+        let replica = self.cold.as_ref().map(|cold| cold.clone().replica(id, &layout));
+        let instance = Instance::new(&self.memory, replica, &record, layout, state);
         instance.begin_with(spares);
         instance.guard(self.memory.objects());
         instances.insert(id.clone(), Arc::new(instance));
@@ -359,7 +356,7 @@ impl NodeStore {
                 return Err(StoreError::Deleting { instance: id.clone() });
             }
             if let Some(sealed) = &state.sealed {
-                let (expected, found) = (sealed.record.manifest.sha256, document.reference.sha256);
+                let (expected, found) = (sealed.0.seal.manifest.sha256, document.reference.sha256);
                 if expected != found {
                     return Err(StoreError::OtherManifest { instance: id.clone(), expected, found });
                 }
@@ -374,7 +371,7 @@ impl NodeStore {
                 return Err(StoreError::Busy { instance: id.clone(), units: state.writers });
             }
         }
-        let sealed = instance.seal(self, document);
+        let sealed = instance.seal(document);
         let mut state = lock(&instance.state);
         state.sealing = false;
         let sealed = Arc::new(sealed?);
@@ -406,15 +403,15 @@ impl NodeStore {
 
     fn receipt_of(&self, instance: &Instance, sealed: &Sealed) -> Receipt {
         let checksums: Vec<[u8; 8]> =
-            sealed.record.affinity.units.iter().map(|unit| unit.crc64.to_be_bytes()).collect();
+            sealed.0.seal.affinity.units.iter().map(|unit| unit.crc64.to_be_bytes()).collect();
         Receipt {
             node: self.node.clone(),
             incarnation: self.incarnation.clone(),
             instance: instance.id.clone(),
-            session_id: sealed.record.session_id.clone(),
+            session_id: sealed.0.seal.session_id.clone(),
             layout_digest: instance.layout.digest(),
             checksums_digest: hash_list(checksums.iter().map(<[u8; 8]>::as_slice)),
-            manifest: sealed.record.manifest.clone(),
+            manifest: sealed.0.seal.manifest.clone(),
         }
     }
 }
@@ -531,35 +528,27 @@ impl Instance {
     }
 
     /// Checks every unit and writes the records. The caller holds the queue and has closed the writers.
-    fn seal(&self, store: &NodeStore, document: SealDocument) -> Result<Sealed, StoreError> {
+    fn seal(&self, document: SealDocument) -> Result<Sealed, StoreError> {
         self.take_all_room().map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         let units = self.check_written(&document.affinity)?;
         if !units.is_empty() {
             return Err(StoreError::Checksum { instance: self.id.clone(), place: "memory", units });
         }
         let SealDocument { manifest, reference, affinity } = document;
-        let record = SealRecord { session_id: self.session_id.clone(), manifest: reference, affinity };
-        let sealed = Sealed { record, manifest };
-        let state = lock(&self.state);
+        let seal = SealRecord { session_id: self.session_id.clone(), manifest: reference, affinity };
         let layout = LayoutRecord {
             instance: self.id.clone(),
             session_id: self.session_id.clone(),
             unit_sizes: self.layout.unit_sizes(),
         };
-        if let (Some(cold), Some(tier)) = (&self.cold, &store.cold) {
-            // Made under another name and renamed: the folder is whole or not there.
-            let fresh = cold.folder().with_extension(super::adoption::FRESH);
-            // An earlier attempt may have come this far; it holds no bytes.
-            let made = remove_folder(cold.folder())
-                .and_then(|()| make_cold_folder(&fresh, &layout, &sealed, &cold_record(&state)))
-                .and_then(|()| rename(&fresh, cold.folder()))
-                .and_then(|()| sync_folder(&tier.instances()));
-            if let Err(error) = made {
-                // The error that matters is the first one; what is left is removed at the next start.
-                let _ = remove_folder(&fresh);
-                return Err(StoreError::on_tier(Tier::Cold, error));
-            }
+        let sealed = Sealed(InstanceRecords { layout, seal, manifest });
+        let _order = lock(&self.saving);
+        if let Some(replica) = &self.cold {
+            let record = cold_record(&lock(&self.state));
+            let begun = replica.begin(&sealed.0, &record);
+            begun.map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
         }
+        let state = lock(&self.state);
         // The seal record is the last one: without it the import is discarded at the next start.
         let count = self.layout.unit_count();
         let record = StateRecord {
@@ -568,9 +557,9 @@ impl Instance {
             held: Bitmap::full(count),
             resident: Bitmap::full(count),
         };
-        write_file(&self.memory_folder.join(MANIFEST), &sealed.manifest, false)
+        write_file(&self.memory_folder.join(MANIFEST), &sealed.0.manifest, false)
             .and_then(|()| replace_file(&self.memory_folder.join(STATE), &record::encode(&record), false))
-            .and_then(|()| replace_file(&self.memory_folder.join(SEAL), &record::encode(&sealed.record), false))
+            .and_then(|()| replace_file(&self.memory_folder.join(SEAL), &record::encode(&sealed.0.seal), false))
             .map_err(|error| StoreError::on_tier(Tier::Memory, error))?;
         Ok(sealed)
     }
@@ -682,18 +671,6 @@ impl Instance {
         }
         Ok(Some(sum.value()))
     }
-}
-
-fn make_cold_folder(
-    fresh: &std::path::Path,
-    layout: &LayoutRecord,
-    sealed: &Sealed,
-    state: &StateRecord,
-) -> Result<(), PathError> {
-    remove_folder(fresh)?;
-    create_folder(fresh)?;
-    write_records(fresh, layout, sealed, state, true)?;
-    sync_folder(fresh)
 }
 
 /// A writer between its check of the state and the end of its copy.

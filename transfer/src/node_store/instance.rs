@@ -1,29 +1,22 @@
 //! One instance on this node: its segments on both tiers, its state, and how that state is made durable. The rules
 //! about units are in `guard`; what changes the state is in the modules beside this one.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use ballast_schemas::frame::Tier;
 use ballast_schemas::{Bitmap, InstanceId, LogPosition, SessionId, UnitRange};
-use bytes::Bytes;
 
 use super::lock;
 use crate::budget::Charge;
-use crate::cold_files::ColdSegments;
-use crate::cold_tier::ColdTier;
+use crate::cold::{ColdReplica, ColdTier};
 use crate::error::StoreError;
-use crate::folder::{PathError, replace_file};
+use crate::folder::replace_file;
 use crate::guard::{FenceStep, UnitStates, check_fence};
+use crate::instance_records::{InstanceRecords, STATE};
 use crate::layout::{GroupLayout, Run};
 use crate::memory_tier::{MemorySegments, MemoryTier, instance_folder};
-use crate::record::{self, LayoutRecord, SealRecord, StateRecord};
-
-/// Names of the records beside the segments, on both tiers.
-pub(super) const LAYOUT: &str = "layout";
-pub(super) const SEAL: &str = "seal";
-pub(super) const MANIFEST: &str = "manifest";
-pub(super) const STATE: &str = "state";
+use crate::record::{self, LayoutRecord, StateRecord};
 
 /// Whether an instance may be read and acted on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,14 +29,11 @@ pub(super) enum Standing {
 
 /// What the seal fixed.
 #[derive(Debug)]
-pub(super) struct Sealed {
-    pub record: SealRecord,
-    pub manifest: Bytes,
-}
+pub(super) struct Sealed(pub InstanceRecords);
 
 impl Sealed {
     pub(super) fn checksum(&self, unit: u32) -> u64 {
-        self.record.affinity.units.get(unit as usize).map_or(0, |unit| unit.crc64)
+        self.0.seal.affinity.units.get(unit as usize).map_or(0, |unit| unit.crc64)
     }
 }
 
@@ -65,8 +55,6 @@ pub(super) struct State {
     pub cold_lost: Bitmap,
     /// Cold copies that this run of the node has read and found right.
     pub verified: Bitmap,
-    /// When each cold segment was last changed by this node, for the verified units in it.
-    pub cold_changed: Vec<Option<(i64, i64)>>,
     pub memory_charge: Charge,
     pub cold_charge: Option<Charge>,
 }
@@ -79,9 +67,12 @@ pub(super) struct Instance {
     pub layout: Arc<GroupLayout>,
     pub memory_folder: PathBuf,
     pub memory: MemorySegments,
-    pub cold: Option<ColdSegments>,
+    pub cold: Option<Box<dyn ColdReplica>>,
     /// Held by the effect that is being carried out.
     pub queue: Mutex<()>,
+    /// Held while the state is written to the cold tier, from the look at it on, so that an older one never follows a newer one.
+    /// Taken after `queue` and before `state`, which is not held meanwhile: a cold tier may take a minute to answer.
+    pub saving: Mutex<()>,
     pub state: Mutex<State>,
     /// Told when a writer ends or a guard goes.
     pub eased: Condvar,
@@ -90,7 +81,7 @@ pub(super) struct Instance {
 }
 
 /// The charges of an instance that nothing is charged for yet.
-pub(super) fn no_charges(memory: &MemoryTier, cold: Option<&Arc<ColdTier>>) -> (Charge, Option<Charge>) {
+pub(super) fn no_charges(memory: &MemoryTier, cold: Option<&Arc<dyn ColdTier>>) -> (Charge, Option<Charge>) {
     (memory.budget().charge(0), cold.map(|cold| cold.budget().charge(0)))
 }
 
@@ -98,20 +89,20 @@ impl Instance {
     /// An instance with this layout and state, without looking at any file.
     pub(super) fn new(
         memory: &MemoryTier,
-        cold: Option<&Arc<ColdTier>>,
+        cold: Option<Box<dyn ColdReplica>>,
         record: &LayoutRecord,
         layout: Arc<GroupLayout>,
         state: State,
     ) -> Self {
-        let name = instance_folder(&record.instance);
-        let memory_folder = memory.instances().join(&name);
+        let memory_folder = memory.instances().join(instance_folder(&record.instance));
         Self {
             id: record.instance.clone(),
             session_id: record.session_id.clone(),
             memory: MemorySegments::new(memory_folder.clone(), layout.clone(), memory.huge()),
-            cold: cold.map(|cold| ColdSegments::new(cold.instances().join(&name), layout.clone(), cold.direct())),
+            cold,
             memory_folder,
             queue: Mutex::new(()),
+            saving: Mutex::new(()),
             state: Mutex::new(state),
             eased: Condvar::new(),
             writes: Mutex::new(super::import::Writes::new(&layout)),
@@ -161,17 +152,23 @@ impl Instance {
         self.layout.runs(units.iter().copied())
     }
 
-    /// Obeys a fence or refuses it. A higher one is durable on both tiers before this returns.
+    /// Obeys a fence or refuses it. A higher one is durable before this returns: in memory, and on a cold tier that writes
+    /// it at once.
     pub(super) fn obey(&self, fence: LogPosition) -> Result<(), StoreError> {
+        let on_cold = self.cold.as_deref().filter(|cold| cold.writes_fences_at_once());
+        let _order = on_cold.map(|_| lock(&self.saving));
         let mut state = lock(&self.state);
-        if let FenceStep::Raise(fence) = check_fence(state.fence, fence)? {
-            let before = std::mem::replace(&mut state.fence, fence);
-            if let Err(error) = self.save(&state) {
-                state.fence = before;
-                return Err(error);
-            }
+        let FenceStep::Raise(fence) = check_fence(state.fence, fence)? else { return Ok(()) };
+        let before = std::mem::replace(&mut state.fence, fence);
+        let written = match on_cold.filter(|_| state.sealed.is_some()) {
+            Some(cold) => self.write_cold(cold, &cold_record(&state)),
+            None => Ok(()),
+        };
+        let saved = written.and_then(|()| self.save_memory(&state));
+        if saved.is_err() {
+            state.fence = before;
         }
-        Ok(())
+        saved
     }
 
     /// Whether a fence is still the highest one.
@@ -179,10 +176,10 @@ impl Instance {
         lock(&self.state).fence <= fence
     }
 
-    /// Makes the state durable: on disk first, where it survives more. Before the seal there is nothing on disk.
-    pub(super) fn save(&self, state: &State) -> Result<(), StoreError> {
-        self.save_cold(state)?;
-        self.save_memory(state)
+    /// Makes the state durable: on the cold tier first, where it survives more. Before the seal there is nothing there.
+    pub(super) fn save(&self) -> Result<(), StoreError> {
+        self.save_cold()?;
+        self.save_memory(&lock(&self.state))
     }
 
     pub(super) fn save_memory(&self, state: &State) -> Result<(), StoreError> {
@@ -196,11 +193,34 @@ impl Instance {
             .map_err(|error| StoreError::on_tier(Tier::Memory, error))
     }
 
-    pub(super) fn save_cold(&self, state: &State) -> Result<(), StoreError> {
-        let (Some(cold), Some(_)) = (&self.cold, &state.sealed) else { return Ok(()) };
-        let record = cold_record(state);
-        replace_file(&cold.folder().join(STATE), &record::encode(&record), true)
-            .map_err(|error| StoreError::on_tier(Tier::Cold, error))
+    /// Writes the state to the cold tier. The caller does not hold the state.
+    pub(super) fn save_cold(&self) -> Result<(), StoreError> {
+        self.change_cold(|_| {}, |_| {})
+    }
+
+    /// Writes the state to the cold tier with a change that is nobody's to see before it is durable, and then makes it.
+    pub(super) fn change_cold(
+        &self,
+        change: impl FnOnce(&mut StateRecord),
+        then: impl FnOnce(&mut State),
+    ) -> Result<(), StoreError> {
+        let Some(cold) = self.cold.as_deref() else { return Ok(()) };
+        let _order = lock(&self.saving);
+        let mut record = {
+            let state = lock(&self.state);
+            if state.sealed.is_none() {
+                return Ok(());
+            }
+            cold_record(&state)
+        };
+        change(&mut record);
+        self.write_cold(cold, &record)?;
+        then(&mut lock(&self.state));
+        Ok(())
+    }
+
+    fn write_cold(&self, cold: &dyn ColdReplica, record: &StateRecord) -> Result<(), StoreError> {
+        cold.save(record).map_err(|error| StoreError::on_tier(Tier::Cold, error))
     }
 
     /// Waits until the state has `done`, for at most `wait`. Tells whether it has.
@@ -224,19 +244,4 @@ pub(super) fn cold_record(state: &State) -> StateRecord {
     let mut resident = cold.clone();
     resident.union_with(&state.cold_lost);
     StateRecord { fence: state.fence, deleting: state.deleting, held: cold.clone(), resident }
-}
-
-/// The records of a sealed instance, as they stand beside its segments on either tier.
-pub(super) fn write_records(
-    folder: &Path,
-    layout: &LayoutRecord,
-    sealed: &Sealed,
-    state: &StateRecord,
-    durable: bool,
-) -> Result<(), PathError> {
-    use crate::folder::write_file;
-    write_file(&folder.join(LAYOUT), &record::encode(layout), durable)?;
-    write_file(&folder.join(MANIFEST), &sealed.manifest, durable)?;
-    write_file(&folder.join(STATE), &record::encode(state), durable)?;
-    write_file(&folder.join(SEAL), &record::encode(&sealed.record), durable)
 }

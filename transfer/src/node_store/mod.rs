@@ -6,6 +6,8 @@
 
 mod adoption;
 #[cfg(test)]
+mod cold_conformance;
+#[cfg(test)]
 mod crash_tests;
 mod deletion;
 #[cfg(test)]
@@ -25,8 +27,10 @@ mod space_tests;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use ballast_schemas::frame::Tier;
 use ballast_schemas::{ClusterId, InstanceId, InstanceStanding, LogPosition, NodeId, NodeInventory, ObjectCounts};
 use uuid::Uuid;
 
@@ -39,11 +43,10 @@ pub(crate) use reading::HotRun;
 pub use reading::{ColdPiece, GrantedSegments, HotPiece, InstanceReader};
 
 use crate::budget::{Charge, Usage};
-use crate::cold_engine::{self, ColdEngine, EngineChoice};
-use crate::cold_tier::{ColdOptions, ColdReport, ColdTier, ColdTierError};
+use crate::cold::{self, ColdOptions, ColdReport, ColdTier, ColdTierError, Scan};
 use crate::error::StoreError;
 use crate::folder::PathError;
-use crate::memory_tier::{MemoryOptions, MemoryReport, MemoryTier, MemoryTierError};
+use crate::memory_tier::{MemoryOptions, MemoryReport, MemoryTier, MemoryTierError, instance_folder};
 use instance::{Instance, Standing};
 
 /// Deleted instances that a node remembers, so that a straggling import can not bring one back.
@@ -69,8 +72,8 @@ pub enum OpenError {
     /// The cold tier can not.
     #[error(transparent)]
     Cold(#[from] ColdTierError),
-    /// The two folders belong to different clusters.
-    #[error("the memory folder belongs to cluster {memory}, the cold folder to {cold}; use folders of one cluster")]
+    /// The two tiers belong to different clusters.
+    #[error("the memory folder belongs to cluster {memory}, the cold tier to {cold}; use tiers of one cluster")]
     TwoClusters {
         /// The cluster in the memory folder.
         memory: ClusterId,
@@ -106,12 +109,16 @@ pub struct NodeStore {
     incarnation: String,
     cluster: Mutex<Option<ClusterId>>,
     memory: MemoryTier,
-    cold: Option<Arc<ColdTier>>,
+    cold: Option<Arc<dyn ColdTier>>,
     instances: RwLock<BTreeMap<InstanceId, Arc<Instance>>>,
     tombstones: Mutex<BTreeMap<InstanceId, LogPosition>>,
     adoption: Adoption,
+    /// What is on the cold tier is not adopted yet, because it is not known whether the node is of the tier's cluster.
+    cold_waits: Mutex<bool>,
+    /// A cluster has taken this run of the node in.
+    is_member: AtomicBool,
     /// Bytes of folders that could not be adopted and are kept.
-    _damaged: Vec<Charge>,
+    damaged: Mutex<Vec<Charge>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -126,27 +133,34 @@ impl NodeStore {
     /// # Errors
     /// When a tier can not be opened. A damaged instance is no error: it is kept and reported in [`Adoption`].
     pub fn open(options: &NodeStoreOptions) -> Result<Arc<Self>, OpenError> {
-        Self::open_with(options, cold_engine::start)
+        Self::open_with(options, cold::open)
     }
 
-    /// [`NodeStore::open`] with another way to start the cold tier's engine.
+    /// [`NodeStore::open`] with another way to open the cold tier.
     pub(crate) fn open_with(
         options: &NodeStoreOptions,
-        start: impl Fn(EngineChoice) -> std::io::Result<Box<dyn ColdEngine>>,
+        open_cold: impl Fn(&ColdOptions, &NodeId, Uuid) -> Result<Arc<dyn ColdTier>, ColdTierError>,
     ) -> Result<Arc<Self>, OpenError> {
         let incarnation = Uuid::now_v7();
         let cold = match &options.cold {
-            Some(cold) => Some(Arc::new(ColdTier::open(cold, &options.node, incarnation, start)?)),
+            Some(cold) => Some(open_cold(cold, &options.node, incarnation)?),
             None => None,
         };
         let memory = MemoryTier::open(&options.memory, &options.node, incarnation)?;
         let in_memory = memory.identity().cluster.clone();
-        let on_disk = cold.as_ref().and_then(|cold| cold.identity().cluster.clone());
-        let cluster = match (in_memory, on_disk) {
+        let on_cold = cold.as_ref().and_then(|cold| cold.cluster());
+        let cluster = match (in_memory, on_cold) {
             (Some(memory), Some(cold)) if memory != cold => return Err(OpenError::TwoClusters { memory, cold }),
             (memory, cold) => cold.or(memory),
         };
-        let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref())?;
+        // What outlives its node may be another cluster's, with a node of the same name that lives.
+        let is_new_here = cold.as_ref().is_some_and(|cold| cold.outlives_node() && cold.cluster().is_some());
+        let cold_waits = is_new_here && memory.identity().cluster.is_none();
+        let found = match &cold {
+            Some(cold) if !cold_waits => cold.clone().scan()?,
+            _ => Scan::default(),
+        };
+        let adoption::Adopted { instances, adoption, charges } = adoption::adopt(&memory, cold.as_ref(), found)?;
         instances.values().for_each(|instance| instance.guard(memory.objects()));
         Ok(Arc::new(Self {
             node: options.node.clone(),
@@ -157,8 +171,61 @@ impl NodeStore {
             instances: RwLock::new(instances),
             tombstones: Mutex::default(),
             adoption,
-            _damaged: charges,
+            cold_waits: Mutex::new(cold_waits),
+            is_member: AtomicBool::new(false),
+            damaged: Mutex::new(charges),
         }))
+    }
+
+    /// Adopts what the node has on a cold tier that outlives it, where that waited for [`NodeStore::set_cluster`]: a node that
+    /// begins anew can not know before whose the tier is. Tells whether there was anything.
+    ///
+    /// # Errors
+    /// When the tier does not answer; asking again goes on.
+    pub fn adopt_own(&self) -> Result<bool, StoreError> {
+        let mut waits = lock(&self.cold_waits);
+        let Some(cold) = self.cold.as_ref().filter(|_| *waits && self.is_member.load(Ordering::SeqCst)) else {
+            return Ok(false);
+        };
+        let on_tier = |error| StoreError::on_tier(Tier::Cold, error);
+        let found = cold.clone().scan().map_err(on_tier)?;
+        let adopted = adoption::adopt_found(&self.memory, cold, found).map_err(on_tier)?;
+        *waits = false;
+        lock(&self.damaged).extend(adopted.charges);
+        adopted.instances.values().for_each(|instance| instance.guard(self.memory.objects()));
+        let instances = adopted.adoption.instances;
+        self.write_instances().extend(adopted.instances);
+        Ok(instances > 0)
+    }
+
+    /// Takes over the cold replicas of nodes that are away, where this node holds nothing of the instance and they outlive their
+    /// node. Like all that was adopted they are served once [`NodeStore::set_standing`] says that the log knows them.
+    ///
+    /// # Errors
+    /// When what holds them does not answer; what was taken over before stays so.
+    pub fn adopt_from(&self, is_away: &dyn Fn(&NodeId) -> bool) -> Result<Vec<InstanceId>, StoreError> {
+        let Some(cold) = &self.cold else { return Ok(Vec::new()) };
+        let held = || self.instances().iter().map(instance_folder).collect();
+        let found = cold.clone().adopt(is_away, &held).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        let mut adopted = Vec::new();
+        for copy in found {
+            match adoption::adopt_instance(&self.memory, Some(cold), None, Some(copy), &mut Adoption::default()) {
+                Ok(instance) => {
+                    instance.guard(self.memory.objects());
+                    adopted.push(instance.id.clone());
+                    self.write_instances().insert(instance.id.clone(), instance);
+                }
+                // It is this node's by now, and found again the next time.
+                Err(error) => tracing::warn!(%error, "a cold replica that was taken over can not be adopted yet"),
+            }
+        }
+        Ok(adopted)
+    }
+
+    /// Whether the cold tier outlives the node, so that others can take it over.
+    #[must_use]
+    pub fn cold_outlives_node(&self) -> bool {
+        self.cold.as_ref().is_some_and(|cold| cold.outlives_node())
     }
 
     /// The node's durable name.
@@ -182,7 +249,7 @@ impl NodeStore {
     /// What the cold tier runs on, if there is one.
     #[must_use]
     pub fn cold_report(&self) -> Option<&ColdReport> {
-        self.cold.as_deref().map(ColdTier::report)
+        self.cold.as_deref().map(|cold| cold.report())
     }
 
     /// What was found in the folders at start.
@@ -200,7 +267,7 @@ impl NodeStore {
         NodeUsage {
             memory: self.memory.usage(),
             lingering_bytes: self.memory.lingering_bytes(),
-            cold: self.cold.as_deref().map(ColdTier::usage),
+            cold: self.cold.as_deref().map(|cold| cold.budget().usage()),
             instances: instances.len() as u32,
             quarantined: quarantined as u32,
             objects: self.memory.objects().counts(),
@@ -218,18 +285,22 @@ impl NodeStore {
     /// # Errors
     /// When it belongs to another one, or the folders can not be written.
     pub fn set_cluster(&self, cluster: &ClusterId) -> Result<(), StoreError> {
-        let mut current = lock(&self.cluster);
-        match current.as_ref() {
+        let check = |current: &Option<ClusterId>| match current {
             Some(expected) if expected != cluster => {
-                return Err(StoreError::OtherCluster { expected: expected.clone(), found: cluster.clone() });
+                Err(StoreError::OtherCluster { expected: expected.clone(), found: cluster.clone() })
             }
-            _ => {}
-        }
+            _ => Ok(()),
+        };
+        check(&lock(&self.cluster))?;
+        // Not under the lock: the tier may take its time, and the node's status says the cluster.
         if let Some(cold) = &self.cold {
             cold.set_cluster(cluster)?;
         }
+        let mut current = lock(&self.cluster);
+        check(&current)?;
         self.memory.set_cluster(cluster)?;
         *current = Some(cluster.clone());
+        self.is_member.store(true, Ordering::SeqCst);
         Ok(())
     }
 
@@ -334,7 +405,7 @@ impl NodeStore {
         Ok(instance)
     }
 
-    fn cold(&self) -> Result<&Arc<ColdTier>, StoreError> {
+    fn cold(&self) -> Result<&Arc<dyn ColdTier>, StoreError> {
         self.cold.as_ref().ok_or(StoreError::NoColdTier)
     }
 

@@ -6,7 +6,7 @@ use ballast_schemas::{ErrorCode, ParticipantId, TokenPart};
 use super::tests::{SIZES, check_readable};
 use super::*;
 use crate::checksum::checksum;
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::testing::*;
 
 /// Where the first unit is cut in two.

@@ -60,7 +60,7 @@ impl Instance {
     }
 
     fn guarded_keys(&self) -> Vec<String> {
-        let manifest = lock(&self.state).sealed.as_ref().map(|sealed| sealed.record.manifest.key.clone());
+        let manifest = lock(&self.state).sealed.as_ref().map(|sealed| sealed.0.seal.manifest.key.clone());
         manifest.into_iter().chain([self.id.group_id.as_str().to_owned()]).collect()
     }
 }

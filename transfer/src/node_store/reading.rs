@@ -11,7 +11,7 @@ use bytes::Bytes;
 
 use super::instance::{Instance, Sealed, State};
 use super::{NodeStore, lock};
-use crate::cold_tier::{ColdBytes, ColdTier};
+use crate::cold::{ColdBytes, READ_BYTES_MAX};
 use crate::error::{Mismatch, StoreError};
 use crate::folder::{OnPath, PathError};
 use crate::segment::{Segment, reader_descriptor};
@@ -26,7 +26,6 @@ const GRANT_WAIT: Duration = Duration::from_secs(5);
 pub struct InstanceReader {
     instance: Arc<Instance>,
     sealed: Arc<Sealed>,
-    cold: Option<Arc<ColdTier>>,
 }
 
 /// Descriptors for a reader on the same host, and what they hold.
@@ -126,7 +125,7 @@ impl NodeStore {
     pub fn reader(&self, id: &InstanceId) -> Result<InstanceReader, StoreError> {
         let instance = self.served(id)?;
         let sealed = instance.sealed()?;
-        Ok(InstanceReader { instance, sealed, cold: self.cold.clone() })
+        Ok(InstanceReader { instance, sealed })
     }
 
     /// What is here of an instance, which may still be imported.
@@ -144,7 +143,7 @@ impl NodeStore {
     /// # Errors
     /// When it is not here, not sealed, not served, or being deleted.
     pub fn affinity_index(&self, id: &InstanceId) -> Result<AffinityIndex, StoreError> {
-        Ok(self.served(id)?.sealed()?.record.affinity.clone())
+        Ok(self.served(id)?.sealed()?.0.seal.affinity.clone())
     }
 }
 
@@ -152,19 +151,19 @@ impl InstanceReader {
     /// The manifest.
     #[must_use]
     pub fn manifest(&self) -> Bytes {
-        self.sealed.manifest.clone()
+        self.sealed.0.manifest.clone()
     }
 
     /// The manifest's reference.
     #[must_use]
     pub fn reference(&self) -> &ballast_schemas::ManifestRef {
-        &self.sealed.record.manifest
+        &self.sealed.0.seal.manifest
     }
 
     /// The units.
     #[must_use]
     pub fn affinity(&self) -> &AffinityIndex {
-        &self.sealed.record.affinity
+        &self.sealed.0.seal.affinity
     }
 
     /// What is here at this moment.
@@ -296,11 +295,9 @@ impl InstanceReader {
         if !together || end - start > Self::COLD_BYTES_MAX {
             return Err(StoreError::Invalid(format!("{} ranges do not fit one read from disk", ranges.len())));
         }
-        let (Some(tier), Some(files)) = (&self.cold, &self.instance.cold) else { return Err(StoreError::NoColdTier) };
+        let replica = self.instance.cold.as_ref().ok_or(StoreError::NoColdTier)?;
         let read = match end > start {
-            true => {
-                Some(tier.read(files, segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?)
-            }
+            true => Some(replica.read(segment, start..end).map_err(|error| StoreError::on_tier(Tier::Cold, error))?),
             false => None,
         };
         let read = read.map(Arc::new);
@@ -328,7 +325,7 @@ impl InstanceReader {
     }
 
     /// Most bytes that one [`InstanceReader::cold`] reads.
-    pub const COLD_BYTES_MAX: u64 = ColdTier::READ_BYTES_MAX;
+    pub const COLD_BYTES_MAX: u64 = READ_BYTES_MAX;
 
     /// Compares a unit's checksum with that of bytes read for it.
     #[must_use]
@@ -374,9 +371,10 @@ impl InstanceReader {
                 let Some(reader) = guarded(open.file(), &instance.memory_folder)? else { return Ok(None) };
                 grants.push((SegmentGrant { segment, tier: Tier::Memory, bytes }, reader));
             }
-            if let Some(files) = instance.cold.as_ref().filter(|_| cold && holds(state.units.cold(), segment)) {
-                let file = files.get(segment).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
-                let Some(reader) = guarded(&file, files.folder())? else { return Ok(None) };
+            if let Some(replica) = instance.cold.as_ref().filter(|_| cold && holds(state.units.cold(), segment))
+                && let Some(file) = replica.file(segment).map_err(|error| StoreError::on_tier(Tier::Cold, error))?
+            {
+                let Some(reader) = guarded(&file, replica.place())? else { return Ok(None) };
                 grants.push((SegmentGrant { segment, tier: Tier::Cold, bytes }, reader));
             }
         }
@@ -400,7 +398,7 @@ impl Instance {
             sealed: sealed.is_some(),
             layout_digest: self.layout.digest(),
             unit_count: self.layout.unit_count(),
-            manifest_sha256: sealed.map(|sealed| sealed.record.manifest.sha256),
+            manifest_sha256: sealed.map(|sealed| sealed.0.seal.manifest.sha256),
             fence: state.fence,
             hot: state.units.hot().clone(),
             cold: state.units.cold().clone(),

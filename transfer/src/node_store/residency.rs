@@ -6,16 +6,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_schemas::frame::{ReadRange, Tier};
-use ballast_schemas::{InstanceId, LogPosition, NodeCheck, NodeInventory, TierCheck, UnitEffect};
+use ballast_schemas::{Bitmap, InstanceId, LogPosition, NodeCheck, NodeInventory, TierCheck, UnitEffect};
 
-use super::instance::{Instance, Sealed};
+use super::instance::{Instance, Sealed, cold_record};
 use super::{NodeStore, lock};
 use crate::checksum::RunningChecksum;
-use crate::cold_files::ColdSegments;
-use crate::cold_tier::{ColdFailure, ColdTier, Progress, Watch};
+use crate::cold::{ColdFailure, ColdReplica, Gone, Progress, Watch};
 use crate::error::{Mismatch, StoreError};
-use crate::folder::{OnPath, PathError};
+use crate::folder::OnPath;
 use crate::guard::FenceRefused;
+use crate::layout::Run;
+use crate::record::StateRecord;
 use crate::segment::{lock_out_readers, punch};
 
 /// How often a segment is asked whether its readers are gone. The kernel tells nobody when a lock goes with a mapping.
@@ -46,7 +47,7 @@ impl NodeStore {
         let _queue = lock(&instance.queue);
         let sealed = instance.begin(effect.fence)?;
         let tier = self.cold()?;
-        let files = instance.cold_files()?;
+        let replica = instance.cold_replica()?;
         let wanted = {
             let state = lock(&instance.state);
             let wanted: Vec<u32> = units.into_iter().filter(|&unit| !state.units.cold().get(unit)).collect();
@@ -59,44 +60,40 @@ impl NodeStore {
             return Ok(self.inventory_of(&instance));
         }
         instance.lose_gone(&sealed, &wanted)?;
-        let charge = tier.reserve(instance.padded_bytes(&wanted))?;
+        let charge = tier.budget().reserve(instance.padded_bytes(&wanted))?;
         let runs = instance.runs(&wanted);
         let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
         let checksum_of = |unit| sealed.checksum(unit);
-        instance.forget_changed(files, runs.iter().map(|run| run.segment));
-        let copied = tier.write(files, &instance.memory, &runs, &watch).and_then(|()| {
-            let wrong = tier.verify(files, &instance.layout, &runs, &checksum_of, &watch)?;
-            Ok(wrong)
-        });
+        instance.forget_changed(replica, &runs);
+        let copied = replica.write(&instance.memory, &runs, &watch);
+        let copied = copied.and_then(|()| replica.verify(&runs, &checksum_of, &watch));
         let failure = match copied {
             Ok(wrong) if wrong.is_empty() => None,
             Ok(wrong) => Some(instance.blame(&sealed, wrong)?),
             Err(failure) => Some(instance.failure(effect.fence, Tier::Cold, failure)),
         };
         if let Some(failure) = failure {
-            for run in &runs {
-                instance.punch_cold(files, run.segment, &run.range);
-            }
+            replica.discard(&runs);
             return Err(failure);
         }
-        let mut state = lock(&instance.state);
-        for &unit in &wanted {
-            state.units.set_cold(unit, true);
-            state.cold_lost.set(unit, false);
-            state.verified.set(unit, true);
-        }
-        for run in &runs {
-            state.cold_changed[run.segment as usize] = files.change_time(run.segment);
-        }
-        if let Err(error) = instance.save_cold(&state) {
-            wanted.iter().for_each(|&unit| state.units.set_cold(unit, false));
-            return Err(error);
-        }
-        match &mut state.cold_charge {
-            Some(all) => all.absorb(charge),
-            none => *none = Some(charge),
-        }
-        drop(state);
+        replica.mark(&runs);
+        let durable = |record: &mut StateRecord| {
+            for &unit in &wanted {
+                record.held.set(unit, true);
+                record.resident.set(unit, true);
+            }
+        };
+        instance.change_cold(durable, |state| {
+            for &unit in &wanted {
+                state.units.set_cold(unit, true);
+                state.cold_lost.set(unit, false);
+                state.verified.set(unit, true);
+            }
+            match &mut state.cold_charge {
+                Some(all) => all.absorb(charge),
+                none => *none = Some(charge),
+            }
+        })?;
         progress.add_units(wanted.len() as u32);
         Ok(self.inventory_of(&instance))
     }
@@ -124,8 +121,7 @@ impl NodeStore {
         if absent.is_empty() && wrong.is_empty() {
             return Ok(self.inventory_of(&instance));
         }
-        let tier = self.cold()?;
-        let files = instance.cold_files()?;
+        let replica = instance.cold_replica()?;
         let mut wanted: Vec<u32> = absent.iter().copied().chain(wrong).collect();
         wanted.sort_unstable();
         {
@@ -147,7 +143,7 @@ impl NodeStore {
         let runs = instance.runs(&wanted);
         let watch = Watch { progress, wanted: &|| instance.is_current(effect.fence) };
         let checksum_of = |unit| sealed.checksum(unit);
-        let filled = tier.fill(files, &instance.memory, &instance.layout, &runs, &checksum_of, &watch);
+        let filled = replica.fill(&instance.memory, &runs, &checksum_of, &watch);
         let (bad, failure) = match filled {
             Ok(bad) => (bad, None),
             Err(failure) => (Vec::new(), Some(failure)),
@@ -194,8 +190,7 @@ impl NodeStore {
         if units.is_empty() {
             return Ok(self.inventory_of(&instance));
         }
-        let tier = self.cold()?;
-        instance.check_witness(tier, &sealed, &units, effect.fence, progress)?;
+        instance.check_witness(&sealed, &units, effect.fence, progress)?;
         {
             let mut state = lock(&instance.state);
             let before = state.units.clone();
@@ -258,7 +253,7 @@ impl NodeStore {
         }
         let on_disk = match cold.is_empty() {
             true => Vec::new(),
-            false => instance.verify_cold(self.cold()?, &sealed, &cold, fence, progress)?,
+            false => instance.verify_cold(&sealed, &cold, fence, progress)?,
         };
         progress.add_units(units.len() as u32);
         let check = |asked: &[u32], wrong: Vec<Mismatch>| {
@@ -365,11 +360,47 @@ impl Instance {
     /// Obeys the fence, and gives what the seal fixed.
     fn begin(&self, fence: LogPosition) -> Result<Arc<Sealed>, StoreError> {
         self.obey(fence)?;
-        self.sealed()
+        let sealed = self.sealed()?;
+        self.keep_hold(&sealed)?;
+        Ok(sealed)
     }
 
-    fn cold_files(&self) -> Result<&ColdSegments, StoreError> {
-        self.cold.as_ref().ok_or(StoreError::NoColdTier)
+    /// Where another node has taken over the cold replica, what is in it is that node's: this one holds nothing cold and
+    /// begins a replica of its own. The caller holds the queue.
+    pub(super) fn keep_hold(&self, sealed: &Sealed) -> Result<(), StoreError> {
+        let Some(replica) = &self.cold else { return Ok(()) };
+        let failed = |error| StoreError::on_tier(Tier::Cold, error);
+        if replica.holds().map_err(failed)? {
+            return Ok(());
+        }
+        tracing::warn!(instance = %self.id, "the cold replica is another's now; a new one is begun");
+        let _order = lock(&self.saving);
+        let record = {
+            let mut state = lock(&self.state);
+            (0..self.layout.unit_count()).for_each(|unit| state.units.set_cold(unit, false));
+            state.cold_lost = Bitmap::empty(self.layout.unit_count());
+            state.verified = Bitmap::empty(self.layout.unit_count());
+            if let Some(charge) = &mut state.cold_charge {
+                drop(charge.split(charge.bytes()));
+            }
+            cold_record(&state)
+        };
+        replica.start_over().and_then(|()| replica.begin(&sealed.0, &record)).map_err(failed)
+    }
+
+    /// Before a deletion: a replica that is another node's now is not this one's to delete.
+    pub(super) fn let_go(&self) -> Result<(), StoreError> {
+        let Ok(sealed) = self.sealed() else { return Ok(()) };
+        let Some(replica) = &self.cold else { return Ok(()) };
+        if replica.holds().map_err(|error| StoreError::on_tier(Tier::Cold, error))? {
+            return Ok(());
+        }
+        let _queue = lock(&self.queue);
+        self.keep_hold(&sealed)
+    }
+
+    fn cold_replica(&self) -> Result<&dyn ColdReplica, StoreError> {
+        self.cold.as_deref().ok_or(StoreError::NoColdTier)
     }
 
     fn failure(&self, fence: LogPosition, tier: Tier, failure: ColdFailure) -> StoreError {
@@ -400,26 +431,17 @@ impl Instance {
         self.save_memory(&state)
     }
 
-    /// A segment that is gone or cut off holds nothing: those of `units` that were in one no longer count.
+    /// Copies that can not be there any more no longer count. Returns those of `units`.
     fn lose_gone(&self, sealed: &Sealed, units: &[u32]) -> Result<Vec<Mismatch>, StoreError> {
-        let files = self.cold_files()?;
-        let mut gone = Vec::new();
-        // Units of no bytes need no file.
-        let with_bytes = units.iter().copied().filter(|&unit| self.padded_bytes(&[unit]) > 0);
-        for run in self.layout.runs(with_bytes) {
-            match files.check(run.segment) {
-                Ok(()) => {}
-                Err(error) if is_missing(&error) => {
-                    let state = lock(&self.state);
-                    let here = self.layout.units_of(run.segment).filter(|&unit| state.units.cold().get(unit));
-                    let before = gone.len();
-                    gone.extend(here);
-                    // Before the first demotion there is none, and nothing in it.
-                    if gone.len() > before {
-                        tracing::error!(%error, instance = %self.id, "a segment on the cold tier is gone");
-                    }
-                }
-                Err(error) => return Err(StoreError::on_tier(Tier::Cold, error)),
+        let lost = self.cold_replica()?.gone(units).map_err(|error| StoreError::on_tier(Tier::Cold, error))?;
+        let mut gone: Vec<u32> = Vec::new();
+        for Gone { units, why } in lost {
+            let state = lock(&self.state);
+            let before = gone.len();
+            gone.extend(units.into_iter().filter(|&unit| state.units.cold().get(unit)));
+            // Before the first demotion there is nothing, and nothing is lost.
+            if gone.len() > before {
+                tracing::error!(error = %why, instance = %self.id, "what held cold units is gone");
             }
         }
         gone.sort_unstable();
@@ -433,7 +455,7 @@ impl Instance {
 
     /// Copies on disk that are wrong no longer count, and their room is given back.
     fn lose_cold(&self, units: &[u32]) -> Result<(), StoreError> {
-        let files = self.cold_files()?;
+        let replica = self.cold_replica()?;
         let mut state = lock(&self.state);
         let lost: Vec<u32> = units.iter().copied().filter(|&unit| state.units.cold().get(unit)).collect();
         for &unit in &lost {
@@ -445,27 +467,10 @@ impl Instance {
         if let Some(charge) = &mut state.cold_charge {
             drop(charge.split(bytes));
         }
-        let saved = self.save_cold(&state);
         drop(state);
-        for run in self.runs(&lost) {
-            self.punch_cold(files, run.segment, &run.range);
-        }
+        let saved = self.save_cold();
+        replica.discard(&self.runs(&lost));
         saved
-    }
-
-    /// Frees a range on disk that no record speaks of, unless a reader holds the segment. What stays is overwritten
-    /// by the next copy, so that a failure here is only noted.
-    pub(super) fn punch_cold(&self, files: &ColdSegments, segment: u32, range: &std::ops::Range<u64>) {
-        let punched = files.get(segment).and_then(|file| {
-            let path = files.path(segment);
-            match lock_out_readers(&file).on("lock", &path)? {
-                Some(_no_readers) => punch(&file, range).on("free space in", &path),
-                None => Ok(()),
-            }
-        });
-        if let Err(error) = punched {
-            tracing::warn!(%error, "space on the cold tier is not given back");
-        }
     }
 
     /// Units whose bytes in memory are verified are handed out from now on.
@@ -497,32 +502,24 @@ impl Instance {
         drop(state.memory_charge.split(bytes));
     }
 
-    /// Before a segment on disk is written: what this run knows of its units holds only if nobody else changed it.
-    fn forget_changed(&self, files: &ColdSegments, segments: impl Iterator<Item = u32>) {
+    /// What this run knows of copies holds only if nobody else changed them since.
+    fn forget_changed(&self, replica: &dyn ColdReplica, runs: &[Run]) {
+        let changed = replica.changed(runs);
         let mut state = lock(&self.state);
-        for segment in segments {
-            let known = state.cold_changed[segment as usize];
-            if known.is_none() || files.change_time(segment) != known {
-                self.layout.units_of(segment).for_each(|unit| state.verified.set(unit, false));
-            }
-        }
+        changed.into_iter().for_each(|unit| state.verified.set(unit, false));
     }
 
     /// Looks at the copies on disk once more, right before the ones in memory go. Those that this run of the node has
     /// read back and whose file nobody has changed since are taken as they are; others are read.
     fn check_witness(
         &self,
-        tier: &Arc<ColdTier>,
         sealed: &Sealed,
         units: &[u32],
         fence: LogPosition,
         progress: &Progress,
     ) -> Result<(), StoreError> {
-        let files = self.cold_files()?;
-        let mut segments: Vec<u32> =
-            units.iter().filter_map(|&unit| self.layout.extent(unit)).map(|e| e.segment).collect();
-        segments.dedup();
-        self.forget_changed(files, segments.into_iter());
+        let replica = self.cold_replica()?;
+        self.forget_changed(replica, &self.runs(units));
         let unseen: Vec<u32> = {
             let state = lock(&self.state);
             let unseen = |unit: &u32| state.units.cold().get(*unit) && !state.verified.get(*unit);
@@ -531,7 +528,7 @@ impl Instance {
         if unseen.is_empty() {
             return Ok(());
         }
-        let wrong = self.verify_cold(tier, sealed, &unseen, fence, progress)?;
+        let wrong = self.verify_cold(sealed, &unseen, fence, progress)?;
         if wrong.is_empty() {
             return Ok(());
         }
@@ -541,39 +538,38 @@ impl Instance {
     /// Reads units from disk. Wrong ones no longer count and are returned; the others are known to be right.
     fn verify_cold(
         &self,
-        tier: &Arc<ColdTier>,
         sealed: &Sealed,
         units: &[u32],
         fence: LogPosition,
         progress: &Progress,
     ) -> Result<Vec<Mismatch>, StoreError> {
-        let files = self.cold_files()?;
+        let replica = self.cold_replica()?;
         let mut wrong = self.lose_gone(sealed, units)?;
         let units: Vec<u32> = {
             let state = lock(&self.state);
             units.iter().copied().filter(|&unit| state.units.cold().get(unit)).collect()
         };
         let runs = self.runs(&units);
-        let before: Vec<_> = runs.iter().map(|run| (run.segment, files.change_time(run.segment))).collect();
-        self.forget_changed(files, before.iter().map(|(segment, _)| *segment));
+        self.forget_changed(replica, &runs);
+        // Before they are read, so that a change meanwhile is noticed.
+        replica.mark(&runs);
         let watch = Watch { progress, wanted: &|| self.is_current(fence) };
         let checksum_of = |unit| sealed.checksum(unit);
-        let verified = tier.verify(files, &self.layout, &runs, &checksum_of, &watch);
+        let verified = replica.verify(&runs, &checksum_of, &watch);
         let mismatches = verified.map_err(|failure| self.failure(fence, Tier::Cold, failure))?;
         if !mismatches.is_empty() {
             let units: Vec<u32> = mismatches.iter().map(|mismatch| mismatch.unit).collect();
             self.lose_cold(&units)?;
         }
         wrong.extend(mismatches);
+        if !wrong.is_empty() {
+            // Room was given back just now, which changed what holds the others.
+            replica.mark(&runs);
+        }
         let mut state = lock(&self.state);
         for unit in units {
             let right = state.units.cold().get(unit);
             state.verified.set(unit, right);
-        }
-        for (segment, changed) in before {
-            // Room given back just now changed it too.
-            let changed = if wrong.is_empty() { changed } else { files.change_time(segment) };
-            state.cold_changed[segment as usize] = changed;
         }
         Ok(wrong)
     }
@@ -616,9 +612,4 @@ impl Instance {
         }
         Ok(freed)
     }
-}
-
-fn is_missing(error: &PathError) -> bool {
-    use std::io::ErrorKind;
-    matches!(error.source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof | ErrorKind::InvalidData)
 }

@@ -7,7 +7,7 @@ use ballast_schemas::{ErrorCode, InstanceStanding};
 
 use super::tests::{SIZES, check_readable, to_cold};
 use super::{MemoryOptions, NodeStore, NodeStoreOptions};
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::error::StoreError;
 use crate::testing::*;
 

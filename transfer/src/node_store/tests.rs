@@ -10,7 +10,7 @@ use ballast_schemas::frame::{ReadRange, SourceRange};
 use ballast_schemas::{ErrorCode, InstanceId, InstanceStanding, NodeInventory, SessionId};
 
 use super::*;
-use crate::cold_tier::Progress;
+use crate::cold::Progress;
 use crate::layout::GroupLayout;
 use crate::testing::*;
 

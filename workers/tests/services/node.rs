@@ -9,8 +9,8 @@ use ballast_schemas::frame::ReadRange;
 use ballast_schemas::manifest::{Manifest, ManifestPlan, PlannedTensor, Tensor};
 use ballast_schemas::*;
 use ballast_transfer::{
-    ColdOptions, ConnectOptions, EngineChoice, GroupLayout, HugePages, MappedInstance, MemoryOptions, NodeConnection,
-    NodeStore, NodeStoreOptions, Route, checksum,
+    ColdOptions, ColdPlace, ConnectOptions, EngineChoice, GroupLayout, HugePages, MappedInstance, MemoryOptions,
+    NodeConnection, NodeStore, NodeStoreOptions, Route, checksum,
 };
 use ballast_workers::{NodeCondition, TransferWorker, TransferWorkerOptions};
 use tokio::sync::{oneshot, watch};
@@ -35,7 +35,10 @@ impl Folders {
     }
 
     fn cold_options(&self) -> ColdOptions {
-        ColdOptions { folder: self.cold.path().to_owned(), quota_bytes: Some(64 << 20), engine: EngineChoice::Auto }
+        ColdOptions {
+            place: ColdPlace::Disk { folder: self.cold.path().to_owned(), engine: EngineChoice::Auto },
+            quota_bytes: Some(64 << 20),
+        }
     }
 }
 

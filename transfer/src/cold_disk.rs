@@ -1,35 +1,44 @@
-//! The cold tier: the same segments at the same offsets as sparse files on local disk, written and read with
-//! `O_DIRECT` straight from and into mapped memory (see ARCHITECTURE.md, One layout, two tiers). Knows files, budgets
-//! and checksums; which units are cold is the node store's matter.
+//! The cold tier on local disk: the same segments at the same offsets as sparse files, written and read with `O_DIRECT`
+//! straight from and into mapped memory (see ARCHITECTURE.md, One layout, two tiers). Knows files, budgets and checksums;
+//! which units are cold is the node store's matter.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_schemas::frame::Tier;
-use ballast_schemas::{ClusterId, NodeId};
+use ballast_schemas::{ClusterId, InstanceId, NodeId};
 use rustix::fs::Advice;
 use uuid::Uuid;
 
-use crate::budget::{Budget, CapacityExhausted, Charge, Usage};
-use crate::cold_engine::{Answer, ColdEngine, EngineChoice, IoDone, IoKind, IoMemory, IoRequest};
+use crate::budget::Budget;
+use crate::cold::{
+    ColdBytes, ColdFailure, ColdReplica, ColdReport, ColdTier, ColdTierError, Gone, READ_BYTES_MAX, Scan, Watch,
+};
+use crate::cold_engine::{Answer, ColdEngine, IoDone, IoKind, IoMemory, IoRequest};
 use crate::cold_files::{ColdSegments, probe_direct};
 use crate::error::Mismatch;
 use crate::folder::{
-    Folder, FolderError, FolderIdentity, FolderOptions, OnPath, PathError, space, sync_folder, used_bytes,
+    Folder, FolderOptions, OnPath, PathError, create_folder, remove_folder, rename, rename_if_there, replace_file,
+    space, sync_folder, used_bytes,
 };
+use crate::instance_records::{FRESH, Found, GONE, InstanceRecords, STATE, write_records};
 use crate::layout::{GroupLayout, Run, UNIT_ALIGN_BYTES};
-use crate::memory_tier::MemorySegments;
-use crate::segment::{Mapping, take_room};
+use crate::memory_tier::{MemorySegments, instance_folder};
+use crate::node_store::DamagedFolder;
+use crate::record::{self, StateRecord};
+use crate::segment::{Mapping, lock_out_readers, punch, take_room};
 use crate::unit_check::UnitCheck;
 
 const FLAG: &str = "--cold";
 /// Bytes of one read or write: large enough for the disk, small enough to stay in a core's cache for its checksum.
 const CHUNK_BYTES: u64 = 2 << 20;
+// A read fits a buffer wherever it starts.
+const _: () = assert!(READ_BYTES_MAX == CHUNK_BYTES - 2 * UNIT_ALIGN_BYTES);
 /// Reads or writes under way for one job: more gains nothing on any disk measured.
 const DEPTH: usize = 8;
 /// Room in memory is taken this far ahead of a promotion's reads: a few huge pages.
@@ -37,133 +46,15 @@ const ROOM_AHEAD_BYTES: u64 = 8 << 20;
 /// Buffers kept for the next read.
 const BUFFERS_KEPT_MAX: usize = 2 * DEPTH;
 
-/// How to open a cold tier.
-#[derive(Clone, Debug)]
-pub struct ColdOptions {
-    /// The folder, which must exist.
-    pub folder: PathBuf,
-    /// Bytes that the tier may use; `None` for what its file system has free.
-    pub quota_bytes: Option<u64>,
-    /// Which engine moves the bytes.
-    pub engine: EngineChoice,
-}
-
-/// Why a cold tier can not be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum ColdTierError {
-    /// The folder can not be used.
-    #[error(transparent)]
-    Folder(#[from] FolderError),
-    /// No engine starts.
-    #[error("can not start an I/O engine for the cold tier: {0}")]
-    Engine(io::Error),
-    /// Another operation failed.
-    #[error(transparent)]
-    Path(#[from] PathError),
-}
-
-/// What a cold tier runs on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ColdReport {
-    /// The folder.
-    pub folder: PathBuf,
-    /// Bytes that the tier may use.
-    pub quota_bytes: u64,
-    /// The engine, and why it is not the first choice if it is not.
-    pub engine: String,
-    /// Whether reads and writes go past the page cache.
-    pub direct: bool,
-}
-
-impl std::fmt::Display for ColdReport {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let how = if self.direct { "O_DIRECT" } else { "through the page cache: the file system has no O_DIRECT" };
-        write!(f, "{}, {how}", self.engine)
-    }
-}
-
-/// How far a long effect has come. Shared with whoever reports it.
-#[derive(Default)]
-pub struct Progress {
-    bytes: std::sync::atomic::AtomicU64,
-    units: std::sync::atomic::AtomicU32,
-    look: Option<Box<dyn Fn() + Send + Sync>>,
-}
-
-impl std::fmt::Debug for Progress {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Progress").field("bytes", &self.bytes()).field("units", &self.units()).finish_non_exhaustive()
-    }
-}
-
-impl Progress {
-    /// One that calls `look` in the middle of the work, whenever some more of it is done.
-    #[must_use]
-    pub fn watched(look: impl Fn() + Send + Sync + 'static) -> Self {
-        Self { look: Some(Box::new(look)), ..Self::default() }
-    }
-
-    /// Bytes moved or checked so far. Work that is done in passes counts each of them.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.bytes.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    /// Units done so far.
-    #[must_use]
-    pub fn units(&self) -> u32 {
-        self.units.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    pub(crate) fn add_bytes(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
-        self.tell(bytes > 0);
-    }
-
-    pub(crate) fn add_units(&self, units: u32) {
-        self.units.fetch_add(units, std::sync::atomic::Ordering::Relaxed);
-        self.tell(units > 0);
-    }
-
-    fn tell(&self, moved: bool) {
-        if let Some(look) = self.look.as_ref().filter(|_| moved) {
-            look();
-        }
-    }
-}
-
-/// What a long job asks and tells between two chunks.
-pub(crate) struct Watch<'a> {
-    pub progress: &'a Progress,
-    /// Whether the job is still wanted.
-    pub wanted: &'a dyn Fn() -> bool,
-}
-
-/// Why a job on cold files ended early.
-#[derive(Debug)]
-pub(crate) enum ColdFailure {
-    /// A file operation failed.
-    Path(PathError),
-    /// The job is no longer wanted.
-    Unwanted,
-}
-
-impl From<PathError> for ColdFailure {
-    fn from(error: PathError) -> Self {
-        Self::Path(error)
-    }
-}
-
 /// A page-aligned buffer for reads that do not go into a segment.
 #[derive(Debug)]
 pub(crate) struct Buffer(Mapping);
 
-/// The cold tier of a node.
+/// The cold tier of a node, on local disk.
 #[derive(Debug)]
-pub(crate) struct ColdTier {
+pub(crate) struct DiskTier {
     folder: Mutex<Folder>,
     path: PathBuf,
-    identity: FolderIdentity,
     engine: Box<dyn ColdEngine>,
     direct: bool,
     report: ColdReport,
@@ -176,25 +67,27 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl ColdTier {
+impl DiskTier {
     /// Opens the tier and takes its folder for this process. `start` starts the engine.
     pub(crate) fn open(
-        options: &ColdOptions,
+        path: &Path,
+        quota_bytes: Option<u64>,
         node: &NodeId,
         incarnation: Uuid,
-        start: impl Fn(EngineChoice) -> io::Result<Box<dyn ColdEngine>>,
+        start: impl FnOnce() -> io::Result<Box<dyn ColdEngine>>,
     ) -> Result<Self, ColdTierError> {
-        let path = &options.folder;
         let folder = Folder::open(FolderOptions { what: "cold", flag: FLAG, path, durable: true }, node, incarnation)?;
         let direct = probe_direct(path)?;
-        let engine = start(options.engine).map_err(ColdTierError::Engine)?;
+        let engine = start().map_err(ColdTierError::Engine)?;
         let available = space(path)?.free_bytes + used_bytes(&folder.instances())?;
-        let quota_bytes = options.quota_bytes.unwrap_or(available);
-        let report = ColdReport { folder: path.clone(), quota_bytes, engine: engine.describe(), direct };
+        let quota_bytes = quota_bytes.unwrap_or(available);
+        let past_the_cache =
+            if direct { "O_DIRECT" } else { "through the page cache: the file system has no O_DIRECT" };
+        let how = format!("{}, {past_the_cache}", engine.describe());
+        let report = ColdReport { place: path.to_owned(), quota_bytes, how };
         Ok(Self {
-            identity: folder.identity().clone(),
             folder: Mutex::new(folder),
-            path: path.clone(),
+            path: path.to_owned(),
             engine,
             direct,
             report,
@@ -203,43 +96,24 @@ impl ColdTier {
         })
     }
 
-    pub(crate) fn report(&self) -> &ColdReport {
-        &self.report
-    }
-
-    /// Who the folder belonged to when it was opened.
-    pub(crate) fn identity(&self) -> &FolderIdentity {
-        &self.identity
-    }
-
-    pub(crate) fn set_cluster(&self, cluster: &ClusterId) -> Result<(), PathError> {
-        lock(&self.folder).set_cluster(cluster)
-    }
-
-    pub(crate) fn instances(&self) -> PathBuf {
+    fn instances(&self) -> PathBuf {
         self.path.join("instances")
     }
 
-    pub(crate) fn direct(&self) -> bool {
-        self.direct
-    }
-
-    pub(crate) fn budget(&self) -> &Budget {
-        &self.budget
-    }
-
-    pub(crate) fn usage(&self) -> Usage {
-        self.budget.usage()
-    }
-
-    pub(crate) fn reserve(&self, bytes: u64) -> Result<Charge, CapacityExhausted> {
-        self.budget.reserve(bytes)
+    fn replica_of(self: &Arc<Self>, instance: &InstanceId, layout: &Arc<GroupLayout>) -> Box<dyn ColdReplica> {
+        let folder = self.instances().join(instance_folder(instance));
+        Box::new(DiskReplica {
+            files: ColdSegments::new(folder, layout.clone(), self.direct),
+            layout: layout.clone(),
+            marks: Mutex::new(vec![None; layout.segment_count() as usize]),
+            tier: self.clone(),
+        })
     }
 
     /// Writes runs from memory to disk and syncs them. They are not verified yet.
     ///
     /// The caller answers for the units being hot and guarded: nobody writes or frees them meanwhile.
-    pub(crate) fn write(
+    fn write(
         &self,
         files: &ColdSegments,
         memory: &MemorySegments,
@@ -268,7 +142,7 @@ impl ColdTier {
     }
 
     /// Reads runs back from disk and compares each unit with its checksum.
-    pub(crate) fn verify(
+    fn verify(
         &self,
         files: &ColdSegments,
         layout: &GroupLayout,
@@ -295,7 +169,7 @@ impl ColdTier {
     ///
     /// Room is taken a little ahead of the disk, so that page faults and reads overlap. The caller answers for nobody
     /// reading or writing these units meanwhile, and gives up what was taken when this fails.
-    pub(crate) fn fill(
+    fn fill(
         &self,
         files: &ColdSegments,
         memory: &MemorySegments,
@@ -328,13 +202,8 @@ impl ColdTier {
         Ok(check.finish())
     }
 
-    /// Reads at most [`ColdTier::READ_BYTES_MAX`] bytes of a segment into a buffer.
-    pub(crate) fn read(
-        self: &Arc<Self>,
-        files: &ColdSegments,
-        segment: u32,
-        range: Range<u64>,
-    ) -> Result<ColdBytes, PathError> {
+    /// Reads at most [`READ_BYTES_MAX`] bytes of a segment into a buffer.
+    fn read(self: &Arc<Self>, files: &ColdSegments, segment: u32, range: Range<u64>) -> Result<ColdBytes, PathError> {
         let aligned = range.start / UNIT_ALIGN_BYTES * UNIT_ALIGN_BYTES..range.end.next_multiple_of(UNIT_ALIGN_BYTES);
         let bytes = aligned.end - aligned.start;
         let path = files.path(segment);
@@ -350,11 +219,9 @@ impl ColdTier {
         let done = answers.recv().map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe)).on("read", &path)?;
         done.result.on("read", &path)?;
         let start = range.start - aligned.start;
-        Ok(ColdBytes { tier: self.clone(), buffer: Some(buffer), range: start..start + (range.end - range.start) })
+        let range = start..start + (range.end - range.start);
+        Ok(ColdBytes::new(BufferedBytes { tier: self.clone(), buffer: Some(buffer), range }))
     }
-
-    /// Most bytes that one [`ColdTier::read`] may ask for, wherever they start.
-    pub(crate) const READ_BYTES_MAX: u64 = CHUNK_BYTES - 2 * UNIT_ALIGN_BYTES;
 
     fn read_chunks(&self, files: &ColdSegments, runs: &[Run]) -> Result<Vec<Chunk>, PathError> {
         let mut chunks = Vec::new();
@@ -444,25 +311,222 @@ impl ColdTier {
     }
 }
 
-/// Bytes read from a cold segment.
+impl ColdTier for DiskTier {
+    fn report(&self) -> &ColdReport {
+        &self.report
+    }
+
+    fn cluster(&self) -> Option<ClusterId> {
+        lock(&self.folder).identity().cluster.clone()
+    }
+
+    fn set_cluster(&self, cluster: &ClusterId) -> Result<(), PathError> {
+        lock(&self.folder).set_cluster(cluster)
+    }
+
+    fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    fn replica(self: Arc<Self>, instance: &InstanceId, layout: &Arc<GroupLayout>) -> Box<dyn ColdReplica> {
+        self.replica_of(instance, layout)
+    }
+
+    fn left_of(&self, instance: &InstanceId) -> Result<Option<PathBuf>, PathError> {
+        Ok(Some(self.instances().join(instance_folder(instance))).filter(|folder| folder.exists()))
+    }
+
+    fn scan(self: Arc<Self>) -> Result<Scan, PathError> {
+        let folder = self.instances();
+        let mut scan = Scan::default();
+        for entry in fs::read_dir(&folder).on("list", &folder)? {
+            let path = entry.on("list", &folder)?.path();
+            let extension = path.extension().and_then(|extension| extension.to_str());
+            if matches!(extension, Some(FRESH | GONE)) {
+                remove_folder(&path)?;
+                continue;
+            }
+            let reason = match Found::in_folder(&path) {
+                Ok(Some(found)) => {
+                    let instance = found.records.layout.instance.clone();
+                    let replica = self.replica_of(&instance, &found.layout);
+                    scan.found.insert(instance, (found, replica));
+                    continue;
+                }
+                Ok(None) => "it has no seal record".to_owned(),
+                Err(reason) => reason,
+            };
+            let charge = self.budget.charge(used_bytes(&path)?);
+            scan.damaged.push((DamagedFolder { path, reason }, charge));
+        }
+        Ok(scan)
+    }
+}
+
+/// The files of one instance.
 #[derive(Debug)]
-pub(crate) struct ColdBytes {
-    tier: Arc<ColdTier>,
+struct DiskReplica {
+    tier: Arc<DiskTier>,
+    files: ColdSegments,
+    layout: Arc<GroupLayout>,
+    /// When each segment was last changed by this node.
+    marks: Mutex<Vec<Option<(i64, i64)>>>,
+}
+
+impl DiskReplica {
+    fn punch(&self, run: &Run) -> Result<(), PathError> {
+        let path = self.files.path(run.segment);
+        let file = self.files.get(run.segment)?;
+        match lock_out_readers(&file).on("lock", &path)? {
+            Some(_no_readers) => punch(&file, &run.range).on("free space in", &path),
+            // A reader has it: the room is overwritten by the next copy.
+            None => Ok(()),
+        }
+    }
+}
+
+impl ColdReplica for DiskReplica {
+    fn place(&self) -> &Path {
+        self.files.folder()
+    }
+
+    fn begin(&self, records: &InstanceRecords, state: &StateRecord) -> Result<(), PathError> {
+        // Made under another name and renamed: the folder is whole or not there. What an earlier attempt left holds no bytes.
+        let folder = self.files.folder();
+        let fresh = folder.with_extension(FRESH);
+        let made = remove_folder(folder)
+            .and_then(|()| remove_folder(&fresh))
+            .and_then(|()| create_folder(&fresh))
+            .and_then(|()| write_records(&fresh, records, state, true))
+            .and_then(|()| sync_folder(&fresh))
+            .and_then(|()| rename(&fresh, folder))
+            .and_then(|()| sync_folder(&self.tier.instances()));
+        made.inspect_err(|_| {
+            // The error that matters is the first one; what is left is removed at the next start.
+            let _ = remove_folder(&fresh);
+        })
+    }
+
+    fn save(&self, state: &StateRecord) -> Result<(), PathError> {
+        replace_file(&self.files.folder().join(STATE), &record::encode(state), true)
+    }
+
+    fn write(&self, memory: &MemorySegments, runs: &[Run], watch: &Watch<'_>) -> Result<(), ColdFailure> {
+        self.tier.write(&self.files, memory, runs, watch)
+    }
+
+    fn verify(
+        &self,
+        runs: &[Run],
+        checksum_of: &dyn Fn(u32) -> u64,
+        watch: &Watch<'_>,
+    ) -> Result<Vec<Mismatch>, ColdFailure> {
+        self.tier.verify(&self.files, &self.layout, runs, checksum_of, watch)
+    }
+
+    fn fill(
+        &self,
+        memory: &MemorySegments,
+        runs: &[Run],
+        checksum_of: &dyn Fn(u32) -> u64,
+        watch: &Watch<'_>,
+    ) -> Result<Vec<Mismatch>, ColdFailure> {
+        self.tier.fill(&self.files, memory, &self.layout, runs, checksum_of, watch)
+    }
+
+    fn read(&self, segment: u32, range: Range<u64>) -> Result<ColdBytes, PathError> {
+        self.tier.read(&self.files, segment, range)
+    }
+
+    /// A segment that is gone or cut off holds nothing.
+    fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
+        let mut gone: Vec<Gone> = Vec::new();
+        // Units of no bytes need no file.
+        let with_bytes = units.iter().copied().filter(|&unit| self.layout.extent(unit).is_some_and(|e| e.bytes > 0));
+        let mut segments: Vec<u32> = self.layout.runs(with_bytes).into_iter().map(|run| run.segment).collect();
+        segments.dedup();
+        for segment in segments {
+            match self.files.check(segment) {
+                Ok(()) => {}
+                Err(why) if is_missing(&why) => gone.push(Gone { units: self.layout.units_of(segment).collect(), why }),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(gone)
+    }
+
+    fn mark(&self, runs: &[Run]) {
+        for run in runs {
+            let changed = self.files.change_time(run.segment);
+            if let Some(mark) = lock(&self.marks).get_mut(run.segment as usize) {
+                *mark = changed;
+            }
+        }
+    }
+
+    fn changed(&self, runs: &[Run]) -> Vec<u32> {
+        let mut changed = Vec::new();
+        for run in runs {
+            let mark = lock(&self.marks).get(run.segment as usize).copied().flatten();
+            if mark.is_none() || mark != self.files.change_time(run.segment) {
+                changed.extend(self.layout.units_of(run.segment));
+            }
+        }
+        changed
+    }
+
+    fn discard(&self, runs: &[Run]) {
+        for run in runs {
+            if let Err(error) = self.punch(run) {
+                tracing::warn!(%error, "space on the cold tier is not given back");
+            }
+        }
+    }
+
+    fn free(&self, run: &Run, is_last: bool) -> Result<(), PathError> {
+        if is_last {
+            return self.files.unlink(run.segment);
+        }
+        self.discard(std::slice::from_ref(run));
+        Ok(())
+    }
+
+    fn file(&self, segment: u32) -> Result<Option<Arc<File>>, PathError> {
+        self.files.get(segment).map(Some)
+    }
+
+    fn remove(&self) -> Result<(), PathError> {
+        self.files.forget_all();
+        let (folder, gone) = (self.files.folder(), self.files.folder().with_extension(GONE));
+        rename_if_there(folder, &gone)?;
+        remove_folder(&gone)?;
+        sync_folder(&self.tier.instances())
+    }
+}
+
+fn is_missing(error: &PathError) -> bool {
+    use io::ErrorKind;
+    matches!(error.source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof | ErrorKind::InvalidData)
+}
+
+/// Bytes read from a cold segment. Their buffer goes back to the tier.
+#[derive(Debug)]
+struct BufferedBytes {
+    tier: Arc<DiskTier>,
     /// Taken out only by `drop`.
     buffer: Option<Arc<Buffer>>,
     range: Range<u64>,
 }
 
-impl ColdBytes {
-    /// The bytes.
-    pub(crate) fn bytes(&self) -> &[u8] {
+impl AsRef<[u8]> for BufferedBytes {
+    fn as_ref(&self) -> &[u8] {
         let Some(buffer) = &self.buffer else { return &[] };
         // SAFETY: the read is done, and nobody else has the buffer. The range lies in it: it was read there.
         unsafe { buffer.0.bytes(self.range.clone()) }.unwrap_or_default()
     }
 }
 
-impl Drop for ColdBytes {
+impl Drop for BufferedBytes {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
             self.tier.put_buffer(buffer);
