@@ -245,7 +245,7 @@ pub struct DevArgs {
     pub config: ConfigArgs,
     /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
     /// can not be used. A fresh snapshot then takes its place.
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     pub restore_from: Option<u64>,
 }
 
@@ -264,7 +264,7 @@ pub struct GatewayArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
     /// Write a snapshot of the state after so many log entries (and, whatever comes first, every ten minutes).
-    #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(2..), value_name = "N")]
+    #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u64).range(2..), value_name = "N", allow_negative_numbers = true)]
     pub snapshot_entries: u64,
     /// Bytes that the log of a new cluster may take. In its last tenth new work is refused as CAPACITY_EXHAUSTED.
     #[arg(long, default_value = "1GiB", value_parser = size, value_name = "SIZE")]
@@ -274,7 +274,7 @@ pub struct GatewayArgs {
     pub log_keep: u64,
     /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
     /// can not be used. A fresh snapshot then takes its place.
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     pub restore_from: Option<u64>,
 }
 
@@ -289,7 +289,7 @@ pub struct WorkflowWorkerArgs {
     pub id: Option<String>,
     /// Start from the snapshot at this log entry instead of the newest (`ballast snapshots` lists them): the way out when the newest
     /// can not be used.
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     pub restore_from: Option<u64>,
 }
 
@@ -384,7 +384,7 @@ pub struct UpsertArgs {
     #[arg(value_parser = name)]
     pub name: Name,
     /// The generation to replace.
-    #[arg(long, value_name = "GENERATION")]
+    #[arg(long, value_name = "GENERATION", allow_negative_numbers = true)]
     pub replacing: u64,
     /// `put-first` or `delete-first`.
     #[arg(long = "upsert-mode", value_parser = upsert_mode, default_value = "put-first", value_name = "MODE")]
@@ -393,7 +393,7 @@ pub struct UpsertArgs {
     #[arg(long)]
     pub request_id: Option<String>,
     /// The base's metadata generation you saw; by default the current one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub expected: Option<u64>,
     #[command(flatten)]
     pub policy: PolicyFlags,
@@ -461,7 +461,7 @@ pub struct PolicyArgs {
     #[command(flatten)]
     pub policy: PolicyFlags,
     /// The metadata generation you saw; by default the current one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub expected: Option<u64>,
 }
 
@@ -478,7 +478,7 @@ pub struct MigrateArgs {
     #[arg(long, value_parser = ratio, value_name = "RATIO")]
     pub hot_ratio: Option<HotRatio>,
     /// The metadata generation you saw; by default the current one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub expected: Option<u64>,
     /// Wait until it has ended.
     #[arg(long)]
@@ -492,7 +492,7 @@ pub struct RepairArgs {
     #[arg(value_parser = name)]
     pub name: Name,
     /// The metadata generation you saw; by default the current one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub expected: Option<u64>,
     /// Wait until it has ended.
     #[arg(long)]
@@ -551,7 +551,7 @@ pub struct RmArgs {
     #[arg(value_parser = name)]
     pub name: Name,
     /// The metadata generation you saw; by default the current one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub expected: Option<u64>,
     /// Wait until every byte is gone.
     #[arg(long)]
@@ -627,7 +627,7 @@ pub struct WatchArgs {
     #[arg(long)]
     pub from_start: bool,
     /// Stop after this many.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub count: Option<u64>,
     /// Whose events, when no name is given.
     #[arg(long, default_value = "default")]
@@ -638,10 +638,10 @@ pub struct WatchArgs {
 #[derive(Debug, Args)]
 pub struct LogArgs {
     /// From this entry on.
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     pub from: Option<u64>,
     /// Up to and including this entry.
-    #[arg(long, value_name = "SEQ", conflicts_with = "follow")]
+    #[arg(long, value_name = "SEQ", conflicts_with = "follow", allow_negative_numbers = true)]
     pub to: Option<u64>,
     /// Go on with entries as they come.
     #[arg(long)]
@@ -653,7 +653,7 @@ pub struct LogArgs {
     #[arg(long, value_name = "ID")]
     pub op: Option<String>,
     /// Only the last so many commands; 20 when nothing else narrows the range.
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub last: Option<u32>,
 }
 
@@ -661,7 +661,7 @@ pub struct LogArgs {
 #[derive(Debug, Args)]
 pub struct ReplayArgs {
     /// Show the state after this entry; by default after the newest.
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     pub to: Option<u64>,
     /// Show what changed between the states after these two entries.
     #[arg(long, num_args = 2, value_names = ["SEQ1", "SEQ2"], conflicts_with = "to")]

@@ -1,6 +1,8 @@
 //! Short names (`minilm`, `ns/resource@revision#generation`) and what they stand for just now: the newest READY
 //! generation, the next free one, and the replacement that leads from one to the other.
 
+use std::time::{Duration, Instant};
+
 use ballast_schemas::{
     Availability, BallastError, ClaimPhase, ErrorCode, IdentityError, LineageKey, ListRequest, ReplacementClaim,
     RevisionIdentity, UpsertMode, WeightRevisionMetadata,
@@ -13,6 +15,9 @@ use crate::store::WeightStore;
 const PAGE: u32 = 1000;
 /// Generations named in one sentence, the newest first.
 const GENERATIONS_SHOWN: usize = 3;
+/// How long the next replacement waits for the base of the last one to go, and how often it looks: readers may hold it long.
+const LAST_BASE_PATIENCE: Duration = Duration::from_secs(30);
+const LAST_BASE_LOOK: Duration = Duration::from_millis(100);
 
 fn invalid(error: IdentityError) -> BallastError {
     BallastError::invalid(error.to_string())
@@ -150,27 +155,34 @@ pub struct Replacement {
 }
 
 /// Plans the replacement of the newest READY generation by the next one (or by `target_generation`). A replacement that
-/// was begun and not finished, or given up before its target was there, is gone on with.
+/// was begun and not finished, or given up before its target was there, is gone on with. One whose target is there while its
+/// base still goes is waited for, unless that target is the one that is named.
 ///
 /// # Errors
-/// `NOT_FOUND` when there is nothing to replace; `BUSY` when another replacement is under way.
+/// `NOT_FOUND` when there is nothing to replace; `BUSY` when another replacement is under way, or the last base does not go.
 pub async fn plan_replacement(
     store: &WeightStore,
     lineage: &LineageKey,
     target_generation: Option<u64>,
     mode: UpsertMode,
 ) -> Result<Replacement, BallastError> {
-    let all = generations(store, lineage).await?;
-    let Some(last) = all.last() else { return Err(none_ready(lineage, &all)) };
-    let claim = match Admin::new(store.gateway().clone()).get_upsert(&last.identity, None).await {
-        Ok(claim) => Some(claim),
-        Err(error) if error.code == ErrorCode::NotFound => None,
-        Err(error) => return Err(error),
-    };
-    if let Some(resumed) = claim.as_ref().and_then(|claim| resume(claim, &all, target_generation, mode)) {
-        return Ok(resumed);
-    }
-    if let Some(claim) = claim.filter(|claim| !claim.phase.is_terminal()) {
+    let deadline = Instant::now() + LAST_BASE_PATIENCE;
+    loop {
+        let all = generations(store, lineage).await?;
+        let Some(last) = all.last() else { return Err(none_ready(lineage, &all)) };
+        let claim = match Admin::new(store.gateway().clone()).get_upsert(&last.identity, None).await {
+            Ok(claim) => Some(claim),
+            Err(error) if error.code == ErrorCode::NotFound => None,
+            Err(error) => return Err(error),
+        };
+        if let Some(resumed) = claim.as_ref().and_then(|claim| resume(claim, &all, target_generation, mode)) {
+            return Ok(resumed);
+        }
+        let Some(claim) = claim.filter(|claim| !claim.phase.is_terminal()) else { break };
+        if target_generation.is_none() && is_published(&claim.target, &all) && Instant::now() < deadline {
+            tokio::time::sleep(LAST_BASE_LOOK).await;
+            continue;
+        }
         let message = format!(
             "{} is being replaced by generation {} ({}, {}); wait for its end, give the same mode and generation to go on with it, or abort it",
             claim.base, claim.target.weight_generation, claim.mode, claim.phase
@@ -193,6 +205,10 @@ pub async fn plan_replacement(
     })
 }
 
+fn is_published(identity: &RevisionIdentity, all: &[WeightRevisionMetadata]) -> bool {
+    all.iter().any(|record| record.identity == *identity && record.manifest.is_some())
+}
+
 /// The claim to go on with, if it is the one that is asked for and its target is not there yet.
 fn resume(
     claim: &ReplacementClaim,
@@ -200,7 +216,10 @@ fn resume(
     target: Option<u64>,
     mode: UpsertMode,
 ) -> Option<Replacement> {
-    let asked_for = claim.mode == mode && target.is_none_or(|target| target == claim.target.weight_generation);
+    // Without a number the next one is meant: not one that is there.
+    let named =
+        target.map_or_else(|| !is_published(&claim.target, all), |target| target == claim.target.weight_generation);
+    let asked_for = claim.mode == mode && named;
     let wants_target = match claim.phase {
         ClaimPhase::Completed => false,
         // Given up: its base must still be what it was for the same request to be accepted.
@@ -303,6 +322,9 @@ mod tests {
         let resumed = resume(&claim(ClaimPhase::PreparingTarget, PutFirst), &all, None, PutFirst).unwrap();
         assert_eq!((resumed.target_generation, resumed.request_id.as_deref()), (2, Some("r")));
         assert!(resume(&claim(ClaimPhase::RetiringBase, PutFirst), &all, Some(2), PutFirst).is_some());
+        let published = [all[0].clone(), record(2, Availability::Ready, true)];
+        assert!(resume(&claim(ClaimPhase::RetiringBase, PutFirst), &published, Some(2), PutFirst).is_some());
+        assert!(resume(&claim(ClaimPhase::RetiringBase, PutFirst), &published, None, PutFirst).is_none());
         assert!(resume(&claim(ClaimPhase::PreparingTarget, PutFirst), &all, Some(3), PutFirst).is_none());
         assert!(resume(&claim(ClaimPhase::PreparingTarget, PutFirst), &all, None, DeleteFirst).is_none());
         assert!(resume(&claim(ClaimPhase::Completed, PutFirst), &all, None, PutFirst).is_none());

@@ -82,7 +82,8 @@ impl Upload {
         token: &ImportToken,
         extents: &[u64],
     ) -> Result<Self, BallastError> {
-        let mut upload = Self { nodes: Vec::new(), base: None, reused_bytes: AtomicU64::new(0), went: Mutex::new(None) };
+        let mut upload =
+            Self { nodes: Vec::new(), base: None, reused_bytes: AtomicU64::new(0), went: Mutex::new(None) };
         for endpoint in endpoints {
             let mut control = Lane::connect(endpoint, token, gateway.route()).await?;
             control.connection.allocate(extents).await?;

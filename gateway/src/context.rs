@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use ballast_journal::nodes::{Directory, NodeClient};
 use ballast_journal::{Replica, SubmitError, WaitError, fresh_command_id};
 use ballast_schemas::{
-    BallastError, COMMAND_WINDOW_MS, ClusterId, Command, CommandId, Consistency, ErrorCode, LogPosition, LogTime,
-    ReplicaId, Reply, RequestOptions, hash_prefixed,
+    BallastError, COMMAND_WINDOW_MS, ClusterId, Command, CommandId, Consistency, ErrorCode, LogPosition, ReplicaId,
+    Reply, RequestOptions, hash_prefixed,
 };
 use ballast_workflows::State;
 
@@ -40,8 +40,10 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Waits until the state is as fresh as the request wants it. For a query, a barrier when it is to be linearizable.
+    /// Waits until the state is as fresh as the request wants it, if it is still wanted. For a query, a barrier when it is to be
+    /// linearizable.
     pub(crate) async fn freshen(&self, options: &RequestOptions) -> Result<(), BallastError> {
+        self.expect_in_time(options)?;
         if let Some(seq) = options.min_log_seq {
             self.replica.wait_for(seq, MIN_LOG_SEQ_PATIENCE).await.map_err(wait_error)?;
         }
@@ -108,9 +110,7 @@ impl Context {
         options: &RequestOptions,
         command: Command,
     ) -> Result<(LogPosition, Reply), BallastError> {
-        if let Some(not_after) = options.not_after {
-            self.expect_remembered(not_after)?;
-        }
+        self.expect_in_time(options)?;
         let started = Instant::now();
         let submitted = self.replica.submit_as(id, options.not_after, command).await;
         self.metrics.command_took(started.elapsed());
@@ -125,9 +125,14 @@ impl Context {
 }
 
 impl Context {
-    /// A repeat must not outlive the memory of the first outcome, or it would be decided a second time.
-    fn expect_remembered(&self, not_after: LogTime) -> Result<(), BallastError> {
+    /// What is too late by this replica's clock is not begun; the fold has the last word on what is sent. And a repeat must not
+    /// outlive the memory of the first outcome, or it would be decided a second time.
+    fn expect_in_time(&self, options: &RequestOptions) -> Result<(), BallastError> {
+        let Some(not_after) = options.not_after else { return Ok(()) };
         let clock = self.replica.read(State::log_clock);
+        if clock > not_after {
+            return Err(for_field(State::too_late(clock, not_after).into(), "options.not_after"));
+        }
         if not_after <= clock.plus_ms(REMEMBERED_MS) {
             return Ok(());
         }

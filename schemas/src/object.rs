@@ -124,8 +124,12 @@ pub enum ObjectReply {
         /// Keys of managed groups that were met and left alone.
         skipped: u64,
     },
-    /// Not done.
-    Failed(BallastError),
+    /// Not done: the error as every face shows it, with its number.
+    Failed(#[serde(serialize_with = "with_number")] BallastError),
+}
+
+fn with_number<S: serde::Serializer>(error: &BallastError, serializer: S) -> Result<S::Ok, S::Error> {
+    error.to_body()["error"].serialize(serializer)
 }
 
 /// One object of a listing.

@@ -197,6 +197,11 @@ pub(crate) trait ColdReplica: Send + Sync + std::fmt::Debug {
     /// What can not hold the units' copies any more. Whether any of them counted is the caller's to know.
     fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError>;
 
+    /// As [`ColdReplica::gone`], when the node starts.
+    fn gone_at_start(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
+        self.gone(units)
+    }
+
     /// Remembers how what holds these runs looks now.
     fn mark(&self, runs: &[Run]);
 

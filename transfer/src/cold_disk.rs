@@ -383,6 +383,19 @@ impl DiskReplica {
             None => Ok(()),
         }
     }
+
+    /// Segments of these units that can not be read, and why.
+    fn unusable(&self, units: &[u32]) -> Vec<Gone> {
+        // Units of no bytes need no file.
+        let with_bytes = units.iter().copied().filter(|&unit| self.layout.extent(unit).is_some_and(|e| e.bytes > 0));
+        let mut segments: Vec<u32> = self.layout.runs(with_bytes).into_iter().map(|run| run.segment).collect();
+        segments.dedup();
+        let look = |segment| {
+            let why = self.files.check(segment).err()?;
+            Some(Gone { units: self.layout.units_of(segment).collect(), why })
+        };
+        segments.into_iter().filter_map(look).collect()
+    }
 }
 
 impl ColdReplica for DiskReplica {
@@ -440,19 +453,14 @@ impl ColdReplica for DiskReplica {
 
     /// A segment that is gone or cut off holds nothing.
     fn gone(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
-        let mut gone: Vec<Gone> = Vec::new();
-        // Units of no bytes need no file.
-        let with_bytes = units.iter().copied().filter(|&unit| self.layout.extent(unit).is_some_and(|e| e.bytes > 0));
-        let mut segments: Vec<u32> = self.layout.runs(with_bytes).into_iter().map(|run| run.segment).collect();
-        segments.dedup();
-        for segment in segments {
-            match self.files.check(segment) {
-                Ok(()) => {}
-                Err(why) if is_missing(&why) => gone.push(Gone { units: self.layout.units_of(segment).collect(), why }),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(gone)
+        let (gone, unknown): (Vec<Gone>, Vec<Gone>) =
+            self.unusable(units).into_iter().partition(|gone| is_missing(&gone.why));
+        unknown.into_iter().next().map_or(Ok(gone), |unknown| Err(unknown.why))
+    }
+
+    /// One segment that can not be opened keeps nobody from the others.
+    fn gone_at_start(&self, units: &[u32]) -> Result<Vec<Gone>, PathError> {
+        Ok(self.unusable(units))
     }
 
     fn mark(&self, runs: &[Run]) {

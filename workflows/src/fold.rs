@@ -222,13 +222,7 @@ impl Fold<'_> {
         }
         let clock = self.clock();
         if clock > record.not_after {
-            return Err(Rejection::new(
-                ErrorCode::Unavailable,
-                format!(
-                    "too late: command {} was good until {} ms of the log clock, which is at {} ms; send it again under a new id",
-                    record.id, record.not_after.0, clock.0
-                ),
-            ));
+            return Err(State::too_late(clock, record.not_after));
         }
         if record.not_after > clock.plus_ms(NOT_AFTER_AHEAD_MS_MAX) {
             return reject(
@@ -248,10 +242,7 @@ impl Fold<'_> {
             if *before == content {
                 return outcome.clone();
             }
-            return reject(
-                ErrorCode::Conflict,
-                format!("command id {} was used for another command; choose a new id", record.id),
-            );
+            return reject(ErrorCode::Conflict, "this request id was used for another command; choose a new id");
         }
         let outcome = self.gated(command);
         // Not only until its own `not_after`: a repeat that another gateway received meanwhile is good for longer than that.

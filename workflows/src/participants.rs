@@ -219,7 +219,10 @@ impl Import {
         self.parts.get(participant).ok_or_else(|| {
             let session_id = &self.session.session_id;
             let message = match self.parts.is_empty() {
-                true => format!("session {session_id} has one writer; begin it with its participants to have several"),
+                true => format!(
+                    "the import of {} under session {session_id} has one writer; begin it with its participants to have several",
+                    self.session.identity
+                ),
                 false => format!(
                     "{participant} is none of the {} participants that session {session_id} was begun with",
                     self.parts.len()

@@ -214,6 +214,28 @@ impl State {
         self.record.revisions.get(identity).map(|revision| &revision.metadata)
     }
 
+    /// What a call hears whose `not_after` the log clock has passed.
+    #[must_use]
+    pub fn too_late(clock: LogTime, not_after: LogTime) -> Rejection {
+        let message = format!(
+            "too late: the command was good until {} ms of the log clock, which is at {} ms; send it again under a new id",
+            not_after.0, clock.0
+        );
+        Rejection::new(ErrorCode::Unavailable, message)
+    }
+
+    /// Refuses a call on a revision that was decided on an older record than the present one, or the one before it.
+    ///
+    /// # Errors
+    /// `NOT_FOUND`, `STALE_GENERATION`.
+    pub fn expect_recent(&self, identity: &RevisionIdentity, expected: u64) -> Result<(), BallastError> {
+        let revision = self.existing(identity)?;
+        if revision.is_repeat_of_last_change(expected) {
+            return Ok(());
+        }
+        revision.expect_generation(expected).map_err(BallastError::from)
+    }
+
     /// A revision, or NOT_FOUND.
     pub(crate) fn existing(&self, identity: &RevisionIdentity) -> Result<&Revision, Rejection> {
         let found = self.record.revisions.get(identity);

@@ -27,6 +27,9 @@ pub(super) async fn repair(context: &Context, call: &Call) -> Result<Answer, Bal
     let held = held(context, &metadata).await;
     let wanted = context.replica.read(|state| verdict(state, &metadata, &held, Vec::new(), None)).is_some();
     if !wanted && metadata.operation_id.is_none() && metadata.availability == Availability::Ready {
+        if let Some(expected) = expected_metadata_generation {
+            context.replica.read(|state| state.expect_recent(&identity, expected))?;
+        }
         return Answer::new(log_seq, &RepairReply { operation: None });
     }
     let expected_metadata_generation = expected_metadata_generation.unwrap_or(metadata.metadata_generation);

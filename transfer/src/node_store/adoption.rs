@@ -213,7 +213,7 @@ fn adopt_cold(
     let (Some(record), Some(replica), Some(tier)) = (record, &instance.cold, cold) else { return Ok(()) };
     let claimed: Vec<u32> = record.held.iter().collect();
     let mut gone = BTreeSet::new();
-    for Gone { units, why } in replica.gone(&claimed)? {
+    for Gone { units, why } in replica.gone_at_start(&claimed)? {
         tracing::error!(error = %why, instance = %instance.id, "cold units are lost with what held them");
         gone.extend(units);
     }

@@ -104,12 +104,18 @@ impl World {
         }
     }
 
+    /// Where the unit lies on disk.
+    fn segment_path(&self, id: &InstanceId, unit: u32) -> std::path::PathBuf {
+        let segment = GroupLayout::new(&SIZES).unwrap().extent(unit).unwrap().segment;
+        let folder = self.folders.cold.path().join("instances").join(crate::memory_tier::instance_folder(id));
+        folder.join(crate::memory_tier::segment_file(segment))
+    }
+
     /// Damages what holds a unit on the cold tier, past the engine.
     fn damage(&self, id: &InstanceId, unit: u32, damage: &Damage) {
         let extent = GroupLayout::new(&SIZES).unwrap().extent(unit).unwrap();
         let Some(bucket) = &self.bucket else {
-            let folder = self.folders.cold.path().join("instances").join(crate::memory_tier::instance_folder(id));
-            let path = folder.join(crate::memory_tier::segment_file(extent.segment));
+            let path = self.segment_path(id, unit);
             match damage {
                 Damage::Gone => fs::remove_file(path).unwrap(),
                 Damage::CutOff => fs::File::options().write(true).open(path).unwrap().set_len(extent.offset).unwrap(),
@@ -327,6 +333,22 @@ fn a_copy_that_is_gone_or_cut_off_is_lost_and_the_others_are_not() {
             store.delete_instance(&id, at(9), &Progress::default()).unwrap();
         }
     });
+}
+
+#[test]
+fn a_segment_on_disk_that_can_not_be_opened_keeps_no_node_from_starting() {
+    let world = World::new(Engine::Positioned);
+    let store = world.open();
+    let (damaged, whole) = (instance(1), instance(2));
+    cold(&store, &damaged);
+    cold(&store, &whole);
+    drop(store);
+    world.damage(&damaged, 3, &Damage::Gone);
+    fs::create_dir(world.segment_path(&damaged, 3)).unwrap();
+    let store = world.open();
+    let inventory = store.inventory(&damaged).unwrap().unwrap();
+    assert!(inventory.cold_lost.get(3) && !inventory.cold.get(3));
+    assert!(check_readable(&store, &whole, &SIZES).cold.is_full());
 }
 
 #[test]
