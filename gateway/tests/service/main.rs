@@ -6,4 +6,5 @@ mod bad_input;
 mod chores;
 mod fixture;
 mod nodes;
+mod reference;
 mod verbs;
