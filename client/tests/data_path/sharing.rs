@@ -53,8 +53,25 @@ async fn share(store: &WeightStore, sharing: Sharing) -> Result<PutWriter, Balla
     store.weight_put(source().shared(sharing), &identity(1), None, Progress::none()).await
 }
 
+async fn try_join(store: &WeightStore, number: u32) -> Result<PartWriter, BallastError> {
+    PartWriter::join(store, source(), &identity(1), &session(), &rank(number), Progress::none()).await
+}
+
 async fn join(store: &WeightStore, number: u32) -> PartWriter {
-    PartWriter::join(store, source(), &identity(1), &session(), &rank(number), Progress::none()).await.unwrap()
+    try_join(store, number).await.unwrap()
+}
+
+/// Connects under tokens that end soon, yet not before it has connected, however slow the machine is. Also when they have ended.
+async fn with_short_tokens<T>(cluster: &Cluster, connect: impl AsyncFn() -> Result<T, BallastError>) -> (T, u64) {
+    let mut lives_ms = 1_000;
+    loop {
+        cluster.desk.lock().unwrap().tokens_ms = Some(lives_ms);
+        match connect().await {
+            Ok(connected) => return (connected, now_unix_ms() + lives_ms),
+            Err(error) if error.code == ErrorCode::Unauthorized && lives_ms < 60_000 => lives_ms *= 2,
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 async fn expect_all(cluster: &Cluster) {
@@ -303,14 +320,11 @@ async fn boxes_of_a_repeat_are_compared_with_what_is_published_of_their_tensor()
 async fn writers_go_on_beyond_the_end_of_their_first_tokens() {
     let cluster = Cluster::start().await;
     let store = cluster.store(Route::Best).await;
-    {
-        let mut desk = cluster.desk.lock().unwrap();
-        (desk.ttl_ms, desk.tokens_ms) = (Some(600), Some(2_000));
-    }
-    let mut first = share(&store, sharing(Some(0), 2)).await.unwrap();
-    let mut second = join(&store, 1).await;
+    cluster.desk.lock().unwrap().ttl_ms = Some(600);
+    let (mut first, first_ends) = with_short_tokens(&cluster, || share(&store, sharing(Some(0), 2))).await;
+    let (mut second, second_ends) = with_short_tokens(&cluster, || try_join(&store, 1)).await;
     put_all(&mut second, &["large"]).await;
-    let until = now_unix_ms() + 2_000;
+    let until = first_ends.max(second_ends);
     eventually("the tokens of the begin and of the joins end", || now_unix_ms() > until).await;
     // On the connections of the begin, and on one that is made anew.
     put_all(&mut second, &["large", "b"]).await;
@@ -325,14 +339,10 @@ async fn writers_go_on_beyond_the_end_of_their_first_tokens() {
 async fn a_run_that_is_refused_gets_no_newer_token() {
     let cluster = Cluster::start().await;
     let store = cluster.store(Route::Best).await;
-    {
-        let mut desk = cluster.desk.lock().unwrap();
-        (desk.ttl_ms, desk.tokens_ms) = (Some(600), Some(1_000));
-    }
+    cluster.desk.lock().unwrap().ttl_ms = Some(600);
     let _first = share(&store, sharing(None, 1)).await.unwrap();
-    let mut stale = join(&store, 0).await;
+    let (mut stale, until) = with_short_tokens(&cluster, || try_join(&store, 0)).await;
     cluster.refuse("renew_part", ErrorCode::Conflict, json!({"epoch": 2}), 1);
-    let until = now_unix_ms() + 1_000;
     eventually("it was refused, and its token ends", || now_unix_ms() > until && cluster.calls("renew_part") > 0).await;
     let refused = stale.put_tensor("large", &bytes_of("large")).await.unwrap_err();
     assert!([ErrorCode::Conflict, ErrorCode::Unauthorized].contains(&refused.code), "{refused}");
