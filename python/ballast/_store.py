@@ -41,7 +41,8 @@ class Connection:
         self.default_policy = default_policy
         self._options = json.dumps({
             "nats": self.nats, "name": optional_text(name, "name"), "tenant": text(tenant, "tenant_id"),
-            "route": choice(route, "route", ("best", "unix", "tcp")), "connect_seconds": seconds(connect_seconds, "connect_seconds"),
+            "route": choice(route, "route", ("best", "unix", "rdma", "tcp")),
+            "connect_seconds": seconds(connect_seconds, "connect_seconds"),
             "request_seconds": seconds(request_seconds, "request_seconds", zero=False),
             "default_policy": None if default_policy is None else default_policy._to_wire(),
         })

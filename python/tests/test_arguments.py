@@ -240,3 +240,8 @@ def test_a_residency_that_nothing_can_be_moved_to_is_refused_with_those_it_can(l
     for what, call in calls.items():
         typed = value is True or value is ballast.WeightMigrationMode.AUTO
         refused(call, what, "WeightResidencyState" if typed else "one of HOT, COLD, MIXED")
+
+
+@pytest.mark.parametrize("route", ["best", "unix", "rdma", "tcp"])
+def test_every_route_may_be_asked_for(route):
+    ballast.WeightStore(NOWHERE, route=route, connect_seconds=0)
